@@ -1,0 +1,22 @@
+"""python -m benchmarks COMMAND: each command is a module with `arguments` and `main`."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import cpu_table, data, defaults, summary
+
+COMMANDS = {"cpu-table": cpu_table, "defaults": defaults, "summary": summary, "pack": data}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        module.arguments(commands.add_parser(name, description=module.__doc__))
+    options = parser.parse_args()
+    COMMANDS[options.command].main(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What ndpp adds to the five convolutions of the paper's CPU runtime table, in percent of the plain layer.
+
+Plain and ndpp layers take turns within one run, and medians are compared: read the ratios, not the milliseconds. The
+paper's percentages are (Get X + Cov + D + D·W) / Conv of its own table, plus its x/σ₁ row where the layer has a scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import ndpp
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A column of the paper's table; its times are seconds at batch 16."""
+
+    kernel: int
+    stride: int
+    inputs: int
+    outputs: int
+    size: tuple[int, int]
+    scale: float  # x/σ₁
+    get_x: float
+    cov: float
+    d: float
+    dw: float
+    conv: float
+
+    def __str__(self) -> str:
+        return f"{self.kernel}×{self.kernel}/{self.stride} {self.inputs}→{self.outputs} {self.size[0]}×{self.size[1]}"
+
+    def paper_percent(self, with_scale: bool) -> float:
+        extra = self.get_x + self.cov + self.d + self.dw + (self.scale if with_scale else 0.0)
+        return 100 * extra / self.conv
+
+
+LAYERS = (
+    Layer(7, 2, 3, 64, (800, 1333), 0.75, 0.72, 1.43, 0.0, 0.0, 30.16),
+    Layer(3, 1, 64, 64, (200, 333), 0.99, 0.93, 0.70, 0.14, 0.0, 3.40),
+    Layer(3, 1, 256, 256, (200, 333), 3.84, 6.22, 2.75, 0.13, 0.02, 30.56),
+    Layer(1, 1, 512, 128, (100, 166), 1.94, 2.81, 1.36, 0.13, 0.02, 7.31),
+    Layer(1, 2, 2048, 1024, (50, 83), 1.95, 2.93, 1.40, 0.13, 0.84, 46.60),
+)
+
+VARIANTS = {
+    "default": ndpp.Settings(),
+    "l1": ndpp.Settings(scale="l1"),
+    "std": ndpp.Settings(scale="std"),
+    "paper(5)": ndpp.Settings.paper(stride=5),
+}
+
+
+SCALED = ("l1", "std")
+
+
+def seconds(module: nn.Module, x: torch.Tensor, backward: bool) -> float:
+    start = time.perf_counter()
+    if backward:
+        y = module(x)
+        y.backward(torch.ones((), device=y.device).expand_as(y))
+        x.grad = None
+        module.zero_grad(set_to_none=True)
+    else:
+        with torch.no_grad():
+            module(x)
+    return time.perf_counter() - start
+
+
+def measure(layer: Layer, batch: int, repeats: int, backward: bool) -> tuple[float, dict[str, float]]:
+    """Median milliseconds of the plain layer, and each variant's added cost in percent of it."""
+    torch.manual_seed(0)
+    x = torch.randn(batch, layer.inputs, *layer.size, requires_grad=backward)
+    arguments = (layer.inputs, layer.outputs, layer.kernel, layer.stride, layer.kernel // 2)
+    plain = nn.Conv2d(*arguments)
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    plain_times: list[float] = []
+    modules = {name: ndpp.Conv2d(*arguments, settings=settings) for name, settings in VARIANTS.items()}
+    for repeat in range(-1, repeats):
+        for name, module in modules.items():
+            pair = seconds(plain, x, backward), seconds(module, x, backward)
+            if repeat >= 0:  # the first round is warm-up
+                plain_times.append(pair[0])
+                times[name].append(pair[1])
+    base = statistics.median(plain_times)
+    return 1000 * base, {name: 100 * (statistics.median(t) / base - 1) for name, t in times.items()}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=1, help="the paper used 16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--backward", action="store_true", help="time forward and backward")
+    parser.add_argument("--layers", default="0,1,2,3,4", help="which columns of the table, from 0")
+    parser.add_argument("--shrink", type=int, default=1, help="divide image sides by this, for a quick look")
+
+
+def main(options: argparse.Namespace) -> None:
+    what = "forward and backward" if options.backward else "forward"
+    versions = f"torch {torch.__version__}, ndpp {ndpp.__version__}"
+    print(f"{platform.machine()}, {torch.get_num_threads()} threads, {versions};")
+    print(f"{what}, training mode, batch {options.batch}, median of {options.repeats}; the paper's own in brackets\n")
+    print(f"{'layer':<28}{'plain ms':>10}" + "".join(f"{name:>20}" for name in VARIANTS))
+    for index in options.layers.split(","):
+        layer = LAYERS[int(index)]
+        if options.shrink > 1:
+            sizes = {**layer.__dict__, "size": tuple(side // options.shrink for side in layer.size)}
+            layer = Layer(**sizes)
+        plain, added = measure(layer, options.batch, options.repeats, options.backward)
+        cells = (f"{percent:>+10.1f}% ({layer.paper_percent(name in SCALED):5.1f}%)" for name, percent in added.items())
+        print(f"{layer!s:<28}{plain:>10.1f}" + "".join(cells), flush=True)

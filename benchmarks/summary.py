@@ -1,0 +1,78 @@
+"""Table of the runs in one or more .jsonl files of `defaults`, best first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+HEADER = ("config", "seeds", "final %", "± std", "epoch 1", "epoch 3", "train loss", "ms/step", "how", "note")
+WORDS = ("config", "how", "note")  # columns that are not numbers
+SAME = ("config", "settings", "plan", "mode", "tf32", "jobs", "images", "source", "device")
+
+
+def read(files: Sequence[Path]) -> list[Record]:
+    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+
+
+def render(records: Sequence[Record]) -> str:
+    """Runs that differ in anything but the seed are never averaged together."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        same = {name: record[name] for name in SAME}
+        groups[json.dumps(same, sort_keys=True)].append(record)
+    ordered = sorted(groups.values(), key=lambda group: -_mean([r["final_accuracy"] for r in group]))
+    return _columns([HEADER, *(_row(group) for group in ordered)])
+
+
+def _row(group: list[Record]) -> tuple[str, ...]:
+    first = group[0]
+    final = [record["final_accuracy"] for record in group]
+    spread = f"{statistics.stdev(final):.2f}" if len(final) > 1 else "-"
+    stopped = sum(not record["finished"] for record in group)
+    precision = first["plan"]["dtype"] + (" tf32" if first["tf32"] else "")
+    how = f"{first['mode']} ×{first['jobs']} {precision} {first['source'][:6]}"
+    return (
+        first["config"],
+        str(len({record["seed"] for record in group})),
+        f"{_mean(final):.2f}",
+        spread,
+        _at_epoch(group, 1),
+        _at_epoch(group, 3),
+        f"{_mean([record['last_train_loss'] for record in group]):.3f}",
+        f"{_mean([record['ms_per_step'] for record in group]):.1f}",
+        how,
+        f"{stopped} diverged" if stopped else "",
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _at_epoch(group: list[Record], epoch: int) -> str:
+    known = [record["accuracies"][epoch - 1] for record in group if len(record["accuracies"]) >= epoch]
+    return f"{_mean(known):.2f}" if known else "-"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = zip(HEADER, row, widths, strict=True)
+        cells = [cell.ljust(width) if name in WORDS else cell.rjust(width) for name, cell, width in padded]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+
+
+def main(options: argparse.Namespace) -> None:
+    print(render(read(options.files)))

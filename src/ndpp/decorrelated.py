@@ -1,0 +1,227 @@
+"""What all layers share: from an input and its grid of positions to S, μ, D and the weight they fold into."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import masking, whitening
+from .geometry import Grid, Layout, Phase, choose, matrix_weight, patches, row_budget, row_weights, weight_matrix
+from .settings import Settings
+from .statistics import RunningMoments
+from .whitening import Moments
+
+
+class Rows(NamedTuple):
+    """Sampled rows of one phase, and how many output positions of the batch they stand for."""
+
+    values: Tensor  # (n, channels, own taps)
+    weight: Tensor | None  # (n,), under a mask
+    positions: Tensor  # ()
+    taps: tuple[int, ...]
+
+
+class Decorrelated(RunningMoments):
+    """Base of the layers: each gives its input as (batch, channels, *sizes) and its grid, and gets D·W and a bias."""
+
+    weight: Tensor
+    _transposed = False
+    _default_block = 64
+    _per_row_scale = False  # Linear: S is of each row, not of the whole sample
+
+    def _setup(self, settings: Settings | None, groups: int, channels: int, kernel: tuple[int, ...]) -> None:
+        if settings is not None and not isinstance(settings, Settings):
+            raise TypeError(f"{self._label()}: settings must be an ndpp.Settings or None; got {settings!r}")
+        if not self.weight.is_floating_point():
+            raise TypeError(f"{self._label()}: expected a real floating-point dtype; got {self.weight.dtype}")
+        self.settings = settings if settings is not None else Settings()
+        block = self.settings.block if self.settings.block is not None else self._default_block
+        self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
+        self._masked = False
+        self._register_moments(self.weight.device, self.weight.dtype)
+
+    def reset_parameters(self) -> None:
+        """As in torch.nn; the running statistics are reset too."""
+        super().reset_parameters()  # type: ignore[misc]
+        if "running_cov" in self._buffers:  # torch.nn's constructors call this before there are any
+            self.reset_running_stats()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, settings={self.settings!r}"
+
+    def _label(self) -> str:
+        return f"ndpp.{type(self).__name__}({super().extra_repr()})"
+
+    def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
+        """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
+        x, weight, bias, gain = self._decorrelated(x, grid)
+        if gain is None:
+            return operation(x, weight, bias)
+        y = operation(x, weight, None)
+        return (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
+
+    def _decorrelated(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(input, weight, bias, gain) such that gain·Layer(input; weight) + bias = S·X·D·w + b; statistics move on."""
+        valid = self._valid(x)
+        with _no_autocast(x.device.type):
+            x, gain = self._scaled(x, valid)
+            if not self.training or self.settings.freeze or x.shape[0] == 0 or x.numel() == 0:
+                weight, bias, gain = self._folded(*self._evaluation_moments(), gain)
+                return x, weight, bias, gain
+            rows = [self._rows(x, gain, grid, phase, valid) for phase in grid.phases if grid.positions(phase)]
+            batch = self._batch_moments(rows)
+            stats = self._usable(batch)
+            weight, bias, gain = self._folded(stats, self._solve(stats), gain)
+            if not _is_recomputation():
+                self._observe(batch)
+                bias = self._close_step(bias)
+        return x, weight, bias, gain
+
+    def _valid(self, x: Tensor) -> Tensor | None:
+        """The mask for this input, checked to be there again when a checkpointed layer is run again."""
+        valid = masking.active()
+        if not torch.compiler.is_compiling():
+            if valid is None and self._masked and _is_recomputation():
+                raise RuntimeError(
+                    f"{self._label()}: activation checkpointing runs this layer again outside the ndpp.mask it "
+                    "first ran in; call backward inside the context"
+                )
+            self._masked = valid is not None
+        if valid is None:
+            return None
+        try:
+            return masking.fit(valid, x.shape[0], tuple(x.shape[2:])).to(x.device)
+        except ValueError as error:
+            raise ValueError(f"{self._label()}: {error}") from None
+
+    # --- S ---
+
+    def _scaled(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A gain for the output where scale commutes with the layer; the standardized input where it does not."""
+        mode = self.settings.scale
+        if mode == "none" or x.numel() == 0:
+            return x, None
+        dim = (1,) if self._per_row_scale else tuple(range(1, x.dim()))
+        inside = None if valid is None or self._per_row_scale else valid[:, None]
+        center, gain = whitening.sample_scale(x, mode, dim, inside)
+        if mode != "standardize":
+            return x, gain
+        standardized = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
+        # The layer pads with zeros, and so must what batching padded: a sample is the same alone and in a batch.
+        return (standardized if inside is None else torch.where(inside, standardized, 0.0)), None
+
+    # --- μ and Cov ---
+
+    def _rows(self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None) -> Rows:
+        """The rows of S·X in one phase that this call looks at."""
+        positions = x.shape[0] * grid.positions(phase)
+        of_all = positions / (x.shape[0] * sum(map(grid.positions, grid.phases)))
+        rows = self.settings.rows and max(round(self.settings.rows * of_all), 1)
+        stride = None if self._per_row_scale else self.settings.stride
+        sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), x.device)
+        taps = grid.taps(phase)
+        dtype = whitening.statistics_dtype(x.dtype)
+        weight = None if valid is None else row_weights(valid, phase, sample).to(dtype)
+        count = torch.tensor(float(positions), dtype=dtype, device=x.device)
+        if weight is not None:
+            count = count * weight.mean()
+        if not taps:  # these outputs are the bias alone: all zeros, which only count
+            return Rows(x.new_zeros(0), weight, count, taps)
+        values = patches(x, phase, sample, getattr(self, "padding_mode", "zeros")).to(dtype)
+        if gain is not None:
+            values = values * self._row_gain(gain, phase, sample)
+        if weight is not None:
+            values = torch.where(weight[:, None, None] > 0, values, 0.0)
+        return Rows(values, weight, count, taps)
+
+    def _row_gain(self, gain: Tensor, phase: Phase, sample: Any) -> Tensor:
+        if self._per_row_scale:
+            return patches(gain, phase, sample)
+        chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
+        return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
+
+    def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
+        """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
+        total = torch.stack([rows.positions for rows in phases]).sum()
+        used = [rows for rows in phases if rows.taps]
+        unit, finite = self._unit(used, total)
+        stacked = [self.layout.stack(torch.where(finite, rows.values, 0.0) / unit) for rows in used]
+        shares = [rows.positions / total.clamp_min(1.0) for rows in used]
+        parts = []
+        for index, part in enumerate(self.layout.parts):
+            repeat = self.layout.repeats(part)
+            each = [
+                whitening.moments(stack[index], None if rows.weight is None else rows.weight.repeat_interleave(repeat))
+                for stack, rows in zip(stacked, used, strict=True)
+            ]
+            if len(phases) > 1 or not used:
+                each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
+            parts.append(each[0])
+        mean, cov = self.layout.pack(parts)
+        return Moments(torch.where(finite, total, 0.0), mean, cov, unit)
+
+    def _unit(self, used: Sequence[Rows], like: Tensor) -> tuple[Tensor, Tensor]:
+        """A unit near the magnitude of the rows, and whether they are finite."""
+        peak = torch.stack([rows.values.detach().abs().amax() for rows in used] or [torch.zeros_like(like)]).amax()
+        finite = torch.isfinite(peak)
+        if self.settings.nonfinite == "raise":
+            message = (
+                f"{self._label()}: the input holds NaN or Inf; no statistics were updated. "
+                "Find its source (torch.autograd.detect_anomaly), or set nonfinite='skip' to leave such batches out"
+            )
+            finite = require(finite, message)
+        floor = max(math.sqrt(self.settings.eps), whitening.SMALLEST_UNIT)
+        return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
+
+    def _usable(self, batch: Moments) -> Moments:
+        """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
+        usable = batch.rows > 0
+        return Moments(*(torch.where(usable, b, r) for b, r in zip(batch, self._running(), strict=True)))
+
+    # --- D·W ---
+
+    def _folded(self, stats: Moments, d: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """D·W, b - μ·D·W, and the gain; the usual gain goes with the weight, so that half precision holds y."""
+        groups, taps = self.layout.groups, self.layout.taps
+        matrix = weight_matrix(self.weight.to(d.dtype), groups, self._transposed)
+        folded, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
+        for d_part, mean, weight in self.layout.split(d, stats.mean, matrix):
+            product, constant = whitening.fold(d_part, mean, weight)
+            folded.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
+            shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
+        typical = stats.unit.reciprocal()
+        if gain is not None:
+            usual = torch.where(gain > 0, gain, 1.0).detach().log().mean().exp()
+            typical, gain = typical * usual, gain / usual
+        weight = matrix_weight(torch.cat(folded, 1) * typical, self.weight.shape, self._transposed)
+        bias = -shift.flatten() if self.bias is None else self.bias.to(d.dtype) - shift.flatten()  # type: ignore[operator]
+        return weight.to(self.weight.dtype), bias.to(self.weight.dtype), gain
+
+
+def _is_recomputation() -> bool:
+    """Inside a backward pass: activation checkpointing runs the layer again, which is not a new batch."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+@torch.library.custom_op("ndpp::require", mutates_args=())
+def require(holds: Tensor, message: str) -> Tensor:
+    """`holds`, or FloatingPointError: an operator, so that compiled code can raise as well."""
+    if not bool(holds):
+        raise FloatingPointError(message)
+    return holds.clone()
+
+
+@require.register_fake
+def _(holds: Tensor, message: str) -> Tensor:
+    return torch.empty_like(holds)

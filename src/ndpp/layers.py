@@ -1,0 +1,175 @@
+"""Drop-in layers that compute y = S·X·D·w: Linear, Conv1d/2d/3d and ConvTranspose1d/2d/3d.
+
+Each is the torch.nn layer of the same name, with its parameters under the same names, and applies the stock operation
+with D·W for a weight and b - μ·D·W for a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from .decorrelated import Decorrelated
+from .geometry import conv_grid, pointwise_grid, transposed_grid
+from .settings import Settings
+
+Sizes = int | tuple[int, ...]
+
+
+class Linear(Decorrelated, nn.Linear):
+    """torch.nn.Linear on decorrelated features; any leading dimensions, each position of which is a row."""
+
+    _default_block = 256
+    _per_row_scale = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._setup(settings, groups=1, channels=in_features, kernel=())
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() == 0 or input.shape[-1] != self.in_features or self.in_features == 0:
+            return nn.Linear.forward(self, input)  # torch.nn's own error
+        x = input[None] if input.dim() == 1 else input
+        y = self._forward(x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear).movedim(1, -1)
+        return y[0] if input.dim() == 1 else y
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+
+class _Conv(Decorrelated, _ConvNd):
+    """Convolution of any dimension; the stock class of that dimension follows in the order of bases."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        stock: Any = super()
+        stock.__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self._setup(settings, groups, in_channels, self.kernel_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self._accepts(input):
+            stock: Any = super()
+            return stock.forward(input)  # type: ignore[no-any-return]  # torch.nn's own error
+        x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
+        grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
+        y = self._forward(x, grid, self._conv_forward)
+        return y if input.dim() == x.dim() else y[0]
+
+    def _padding_pairs(self) -> list[tuple[int, int]]:
+        flat: Sequence[int] = self._reversed_padding_repeated_twice  # 'same' and 'valid' are numbers here
+        return [(flat[i], flat[i + 1]) for i in reversed(range(0, len(flat), 2))]
+
+    def _accepts(self, input: Tensor) -> bool:
+        """Whether torch.nn would take this input; what it would not take is left to it, for its own error."""
+        n = len(self.kernel_size)
+        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.in_channels == 0:
+            return False
+        sizes, pairs = input.shape[-n:], self._padding_pairs()
+        grid = conv_grid(sizes, self.kernel_size, self.stride, pairs, self.dilation)
+        most = {"reflect": -1, "circular": 0}.get(self.padding_mode)
+        fits = most is None or all(max(pair) <= size + most for pair, size in zip(pairs, sizes, strict=True))
+        return fits and all(axis.size > 0 and axis.count > 0 for axis in grid.phases[0])
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """torch.nn.Conv1d on decorrelated patches."""
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """torch.nn.Conv2d on decorrelated patches."""
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """torch.nn.Conv3d on decorrelated patches."""
+
+
+class _ConvTranspose(Decorrelated, _ConvTransposeNd):
+    """Transposed convolution of any dimension, by its own data matrix: one row for every output position."""
+
+    _transposed = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Sizes = 1,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        stock: Any = super()
+        shape = (in_channels, out_channels, kernel_size, stride, padding, output_padding)
+        stock.__init__(*shape, groups, bias, dilation, padding_mode, device, dtype)
+        self._setup(settings, groups, in_channels, self.kernel_size)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        stock: Any = super()
+        n = len(self.kernel_size)
+        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.in_channels == 0:
+            return stock.forward(input, output_size)  # type: ignore[no-any-return]  # torch.nn's own error
+        padding: Any = self.padding
+        find_extra: Any = self._output_padding
+        extra = find_extra(input, output_size, self.stride, padding, self.kernel_size, n, self.dilation)
+        x = input if input.dim() == n + 2 else input[None]
+        grid = transposed_grid(x.shape[2:], self.kernel_size, self.stride, padding, self.dilation, extra)
+        if not any(grid.positions(phase) for phase in grid.phases) or 0 in x.shape[2:]:
+            return stock.forward(input, output_size)  # type: ignore[no-any-return]  # its error again
+        operation: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
+
+        def transpose(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y: Tensor = operation(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
+            return y
+
+        y = self._forward(x, grid, transpose)
+        return y if input.dim() == x.dim() else y[0]
+
+
+class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d on decorrelated data."""
+
+
+class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d on decorrelated data."""
+
+
+class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d on decorrelated data."""

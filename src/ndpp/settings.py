@@ -1,0 +1,116 @@
+"""How a layer decorrelates: one frozen object, and the presets worth a name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch.distributed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Scale = Literal["none", "l1", "std", "standardize"]
+Solver = Literal["newton", "minimax", "eigh"]
+NonFinite = Literal["skip", "raise"]
+
+ONE_BLOCK = 1 << 30  # larger than any layer
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Settings:
+    """What every ndpp layer takes as ``settings=``. Immutable; change one with :meth:`replace`.
+
+    Args:
+        scale: S, each sample's own scale: ``"none"``, ``"l1"`` (mean |x|), ``"std"`` (σ only) or
+            ``"standardize"`` ((x - mean) / σ). Per row for Linear, per sample tensor for convolutions.
+        block: channels (features for Linear) decorrelated together; None is 64 for convolutions and 256 for
+            Linear. Larger than the layer means one block. What it does not divide is a smaller last block.
+        shared: one D for all blocks of a layer, which are stacked as extra rows (the paper), or one D per block. A
+            smaller last block always has its own.
+        solver: ``"newton"`` (coupled inverse Newton, truncated after ``steps``), ``"minimax"`` (the same products with
+            the best coefficients for ``steps``) or ``"eigh"`` (exact; directions of no variance are dropped).
+        steps: iterations of newton and minimax; eigh ignores it.
+        eps: ε, added to the diagonal of Cov as it is.
+        shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
+        rows: at most this many output positions enter the statistics, drawn anew each call; None = every position.
+        stride: the paper's sampling: every stride-th position along each spatial axis of a convolution; excludes
+            ``rows``.
+        momentum: weight of the newest step in the running statistics; None = cumulative average.
+        sync: share statistics between ranks: True, False or a process group. Accepted and stored, without effect yet.
+        freeze: running statistics are not updated, and training uses them too.
+        nonfinite: a batch with NaN or Inf is left out of all statistics (``"skip"``: the running ones serve that
+            batch) or raises FloatingPointError (``"raise"``: costs one device synchronisation per call).
+    """
+
+    scale: Scale = "none"
+    block: int | None = None
+    shared: bool = True
+    solver: Solver = "newton"
+    steps: int = 3
+    eps: float = 1e-5
+    shrinkage: float = 0.0
+    rows: int | None = 4096
+    stride: int | None = None
+    momentum: float | None = 0.1
+    sync: bool | ProcessGroup = False
+    freeze: bool = False
+    nonfinite: NonFinite = "skip"
+
+    def __post_init__(self) -> None:
+        for name, kind in (("scale", Scale), ("solver", Solver), ("nonfinite", NonFinite)):
+            self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(map(repr, get_args(kind)))}")
+        for name in ("block", "rows", "stride"):
+            value = getattr(self, name)
+            self._require(name, value is None or (_is_int(value) and value >= 1), "None or an integer of at least 1")
+        self._require("steps", _is_int(self.steps) and 1 <= self.steps <= 50, "an integer from 1 to 50")
+        for name in ("eps", "shrinkage"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value) and 0 <= value < float("inf"), "a finite number of at least 0")
+        in_range = self.momentum is None or (_is_number(self.momentum) and 0 < self.momentum <= 1)
+        self._require("momentum", in_range, "None (cumulative average) or a number in (0, 1]")
+        for name in ("shared", "freeze"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        is_group = torch.distributed.is_available() and isinstance(self.sync, torch.distributed.ProcessGroup)
+        self._require(
+            "sync", isinstance(self.sync, bool) or is_group, "True, False or a torch.distributed process group"
+        )
+        if self.stride is not None and self.rows is not None:
+            raise ValueError(
+                f"Settings: stride={self.stride} and rows={self.rows} are two ways to sample; "
+                "keep one (set rows=None or stride=None)"
+            )
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"Settings: {name} must be {expected}; got {getattr(self, name)!r}")
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"Settings({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def replace(self, **changes: Any) -> Settings:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Settings:
+        """Exactly the paper: 5 Newton steps, ε = 1e-5, one shared D, every third position."""
+        return cls(
+            **{"shared": True, "solver": "newton", "steps": 5, "eps": 1e-5, "rows": None, "stride": 3, **changes}
+        )
+
+    @classmethod
+    def exact(cls, **changes: Any) -> Settings:
+        """No approximation: eigendecomposition, every position, one block, ε = 0. For small layers and for tests."""
+        return cls(**{"shared": False, "solver": "eigh", "eps": 0.0, "rows": None, "block": ONE_BLOCK, **changes})
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,201 @@
+"""Running moments of a layer: BatchNorm's vocabulary, sufficient statistics as state, one update per step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .geometry import Layout
+from .settings import Settings
+from .whitening import SMALLEST_UNIT, Moments, decorrelate, merge, statistics_dtype
+
+
+class RunningMoments(nn.Module):
+    """Buffers and their upkeep, for layers that have a `settings` and a `layout`.
+
+    A step is what awaits one backward pass: calls whose outputs are still waiting for it are merged into one update, as
+    if their rows had come in one batch. Without a graph (no_grad, frozen weights) every call is a step.
+    """
+
+    _version = 1  # of the state_dict
+
+    settings: Settings
+    layout: Layout
+    running_mean: Tensor  # (g, f)
+    running_cov: Tensor  # (g, f, f)
+    num_batches_tracked: Tensor  # ()
+    step_rows: Tensor  # rows gathered since the last backward pass, with their moments; not part of the state
+    step_mean: Tensor
+    step_cov: Tensor
+
+    def _register_moments(self, device: torch.device, dtype: torch.dtype) -> None:
+        widths = self.layout.widths
+        g, f = len(widths), max(widths)
+        options: dict[str, Any] = {"device": device, "dtype": statistics_dtype(dtype)}
+        self.register_buffer("running_mean", torch.empty(g, f, **options))
+        self.register_buffer("running_cov", torch.empty(g, f, f, **options))
+        self.register_buffer("num_batches_tracked", torch.empty((), dtype=torch.long, device=device))
+        self.register_buffer("step_rows", torch.empty((), **options), persistent=False)
+        self.register_buffer("step_mean", torch.empty(g, f, **options), persistent=False)
+        self.register_buffer("step_cov", torch.empty(g, f, f, **options), persistent=False)
+        self._forget()
+        self.reset_running_stats()
+
+    def _forget(self) -> None:
+        self._awaiting: weakref.ref[_Token] | None = None  # the graph of the latest call, while it lives
+        self._evaluation: tuple[tuple[tuple[Tensor, int], ...], Moments, Tensor] | None = None
+
+    @torch.no_grad()
+    def reset_running_stats(self) -> None:
+        """Forget all data: mean 0, covariance I, nothing tracked. Evaluation is then the stock layer."""
+        for buffer in (self.running_mean, self.running_cov, self.step_mean, self.step_cov, self.step_rows):
+            buffer.zero_()
+        inside = torch.arange(self.running_cov.shape[-1], device=self.running_cov.device) < self._widths()[:, None]
+        self.running_cov.diagonal(dim1=-2, dim2=-1).copy_(inside)
+        self.num_batches_tracked.zero_()
+
+    def _widths(self) -> Tensor:
+        return torch.tensor(self.layout.widths, device=self.running_cov.device)
+
+    # --- training ---
+
+    @torch.no_grad()
+    def _observe(self, batch: Moments) -> None:
+        """Take this call's moments into the step, and the step into the running statistics."""
+        if not torch.compiler.is_compiling() and (self._awaiting is None or self._awaiting() is None):
+            self.step_rows.zero_()  # the last call's graph is gone, with or without a backward pass
+        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
+        usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
+        mean = torch.where(usable, mean, self.step_mean)
+        cov = torch.where(usable, cov, self.step_cov)
+        count = torch.where(usable, batch.rows, 0.0).to(mean.dtype)
+        one = torch.ones_like(count)
+        fresh = self.step_rows == 0
+        step = merge(Moments(self.step_rows, self.step_mean, self.step_cov, one), Moments(count, mean, cov, one))
+
+        self.num_batches_tracked.add_(fresh & usable)
+        weight = torch.where(usable, self._newest_weight(), 0.0)
+        for running, new, old in (
+            (self.running_mean, step.mean, self.step_mean),
+            (self.running_cov, step.cov, self.step_cov),
+        ):
+            first = torch.lerp(running, new, weight)
+            running.copy_(torch.where(fresh, first, running + weight * (new - old)))
+            old.copy_(new)
+        self.step_rows.copy_(step.rows)
+
+    def _newest_weight(self) -> Tensor:
+        """Weight of the newest step. An average without a start value: the first step counts fully."""
+        t = self.num_batches_tracked.clamp_min(1).to(self.running_mean.dtype)
+        momentum = self.settings.momentum
+        if momentum is None:
+            return 1.0 / t
+        return momentum / (1.0 - (1.0 - momentum) ** t)
+
+    def _close_step(self, shift: Tensor) -> Tensor:
+        """Let the backward pass through `shift` end the step that this call belongs to."""
+        if not shift.requires_grad or not torch.is_grad_enabled():
+            with torch.no_grad():
+                self.step_rows.zero_()
+            return shift
+        token = None
+        if not torch.compiler.is_compiling():
+            token = _Token()
+            self._awaiting = weakref.ref(token)
+        closed: Tensor = _EndOfStep.apply(shift, self.step_rows, token)
+        return closed
+
+    # --- evaluation ---
+
+    def _running(self) -> Moments:
+        largest = self.running_cov.diagonal(dim1=-2, dim2=-1).amax().sqrt()
+        unit = largest.clamp_min(max(math.sqrt(self.settings.eps), SMALLEST_UNIT))
+        count = self.num_batches_tracked.to(unit.dtype)
+        return Moments(count, self.running_mean / unit, self.running_cov / unit.square(), unit)
+
+    @torch.no_grad()
+    def _evaluation_moments(self) -> tuple[Moments, Tensor]:
+        """The running moments and their D, computed once for as long as the buffers stay as they are."""
+        if torch.compiler.is_compiling() or self.running_cov.is_inference():
+            return self._solve_running()
+        key = tuple((b, b._version) for b in (self.running_mean, self.running_cov, self.num_batches_tracked))
+        cached = self._evaluation
+        if cached is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(cached[0], key, strict=True)):
+            with torch.inference_mode(False):
+                cached = (key, *self._solve_running())
+            self._evaluation = cached
+        return cached[1], cached[2]
+
+    def _solve_running(self) -> tuple[Moments, Tensor]:
+        stats = self._running()
+        d = self._solve(stats)
+        # A layer that has seen no data is the stock layer, however few the steps of the solver.
+        identity = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) * stats.unit
+        return stats, torch.where(stats.rows > 0, d, identity)
+
+    def _solve(self, stats: Moments) -> Tensor:
+        s = self.settings
+        return decorrelate(
+            stats, solver=s.solver, steps=s.steps, eps=s.eps, shrinkage=s.shrinkage, widths=self._widths()
+        )
+
+    # --- state ---
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningMoments:
+        """Casting to half precision moves the statistics but keeps their precision; materialising clears them."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in self._buffers.items():
+            before = kept[name]
+            if buffer is None or before is None or not buffer.is_floating_point():
+                continue
+            if buffer.dtype != statistics_dtype(buffer.dtype) and before.dtype == statistics_dtype(before.dtype):
+                self._buffers[name] = before.to(buffer.device, statistics_dtype(buffer.dtype))
+        if kept["running_cov"].is_meta and not self.running_cov.is_meta:  # type: ignore[union-attr]
+            self.reset_running_stats()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Statistics of another block size or sharing get a remedy beside torch's own message on shapes."""
+        errors: list[str] = args[-1]
+        for name in ("running_mean", "running_cov"):
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(given, Tensor) and given.shape != own.shape:
+                errors.append(
+                    f"{prefix}{name}: expected statistics of {tuple(own.shape)} (blocks, features, ...) for "
+                    f"{self.settings!r}, got {tuple(given.shape)}; "
+                    "build the layer with the block and shared settings of the checkpoint"
+                )
+        with torch.no_grad():
+            self.step_rows.zero_()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Caches stay behind when a layer is copied or pickled."""
+        return {**self.__dict__, "_awaiting": None, "_evaluation": None}
+
+
+class _Token:
+    """Lives exactly as long as the graph of one call."""
+
+
+class _EndOfStep(torch.autograd.Function):
+    """Identity whose backward pass starts a new step. Compiles and captures: the step is a tensor."""
+
+    @staticmethod
+    def forward(shift: Tensor, step_rows: Tensor, token: _Token | None) -> Tensor:
+        return shift.view_as(shift)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.step_rows, ctx.token = inputs  # not saved tensors: they are meant to change before the backward pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.step_rows.zero_()
+        return grad, None, None
