@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -138,7 +139,7 @@ def _work(name: str, config: configs.Config, seed: int, options: argparse.Namesp
 def _record(
     name: str, config: configs.Config, seed: int, history: list[dict[str, float]], plan: Plan
 ) -> dict[str, Any]:
-    times = sorted(epoch["ms_per_step"] for epoch in history)
+    times = [epoch["ms_per_step"] for epoch in history[1:] or history]  # the first epoch warms up
     accuracies = [round(epoch["accuracy"], 3) for epoch in history]
     cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
@@ -148,7 +149,7 @@ def _record(
         "last_train_loss": history[-1]["loss"],
         "accuracies": accuracies,
         "losses": [epoch["loss"] for epoch in history],
-        "ms_per_step": round(times[len(times) // 2], 3),
+        "ms_per_step": round(statistics.median(times), 3),
         "finished": len(history) == plan.epochs,
         **dataclasses.asdict(config),
         "plan": dataclasses.asdict(plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,8 @@ def captured(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> Step:
                 torch.cuda.set_sync_debug_mode("error" if attempt == 3 else "default")
                 step(x, y)
     except RuntimeError as error:
-        raise NotCapturable(str(error).splitlines()[0]) from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise NotCapturable(f"{place.filename}:{place.lineno}: {str(error).splitlines()[0]}") from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(side)

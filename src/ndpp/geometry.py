@@ -135,9 +135,13 @@ def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -
         return (batch, *counts)
     if rows <= batch:
         return (rows, *(1 for _ in counts))
-    each = rows // batch
-    ratio = (each / math.prod(counts)) ** (1 / max(len(counts), 1))
-    picks = [min(max(int(count * ratio), 1), count) for count in counts]
+    each = left = rows // batch
+    picks = [1] * len(counts)
+    order = sorted(range(len(counts)), key=lambda i: counts[i])
+    for done, i in enumerate(order):  # the same ratio along every axis, where the short ones have that much to give
+        ratio = (left / math.prod([counts[j] for j in order[done:]])) ** (1 / (len(order) - done))
+        picks[i] = min(max(int(counts[i] * ratio), 1), counts[i])
+        left = max(left // picks[i], 1)
     while True:  # spend what rounding left over where the grid is coarsest
         room = [i for i, p in enumerate(picks) if p < counts[i] and math.prod(picks) // p * (p + 1) <= each]
         if not room:
