@@ -1,7 +1,8 @@
 """What ndpp adds to the five convolutions of the paper's CPU runtime table, in percent of the plain layer.
 
 Plain and ndpp layers take turns within one run, and medians are compared: read the ratios, not the milliseconds. The
-paper's percentages are (Get X + Cov + D + D·W) / Conv of its own table, plus its x/σ₁ row where the layer has a scale.
+paper's percentages are (Get X + Cov + D + D·W) / Conv of its own table, plus its x/σ₁ row where the layer has a
+scale (it does not say which statistic σ₁ is): forward alone, batch 16, on a machine it does not name.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def seconds(module: nn.Module, x: torch.Tensor, backward: bool) -> float:
     return time.perf_counter() - start
 
 
-def measure(layer: Layer, batch: int, repeats: int, backward: bool) -> tuple[float, dict[str, float]]:
-    """Median milliseconds of the plain layer, and each variant's added cost in percent of it."""
+def measure(layer: Layer, batch: int, repeats: int, backward: bool) -> tuple[float, float, dict[str, float]]:
+    """Plain layer: median milliseconds. In percent of it: interquartile range, and what each variant adds."""
     torch.manual_seed(0)
     x = torch.randn(batch, layer.inputs, *layer.size, requires_grad=backward)
     arguments = (layer.inputs, layer.outputs, layer.kernel, layer.stride, layer.kernel // 2)
@@ -90,7 +91,12 @@ def measure(layer: Layer, batch: int, repeats: int, backward: bool) -> tuple[flo
                 plain_times.append(pair[0])
                 times[name].append(pair[1])
     base = statistics.median(plain_times)
-    return 1000 * base, {name: 100 * (statistics.median(t) / base - 1) for name, t in times.items()}
+    low, _, high = statistics.quantiles(plain_times, n=4)
+    return (
+        1000 * base,
+        100 * (high - low) / base,
+        {name: 100 * (statistics.median(t) / base - 1) for name, t in times.items()},
+    )
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,13 +111,14 @@ def main(options: argparse.Namespace) -> None:
     what = "forward and backward" if options.backward else "forward"
     versions = f"torch {torch.__version__}, ndpp {ndpp.__version__}"
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, {versions};")
-    print(f"{what}, training mode, batch {options.batch}, median of {options.repeats}; the paper's own in brackets\n")
-    print(f"{'layer':<28}{'plain ms':>10}" + "".join(f"{name:>20}" for name in VARIANTS))
+    print(f"{what}, training mode, batch {options.batch}, median of {options.repeats};")
+    print("in brackets the paper's percent: forward, batch 16\n")
+    print(f"{'layer':<28}{'plain ms':>10}{'IQR':>7}" + "".join(f"{name:>20}" for name in VARIANTS))
     for index in options.layers.split(","):
         layer = LAYERS[int(index)]
         if options.shrink > 1:
             sizes = {**layer.__dict__, "size": tuple(side // options.shrink for side in layer.size)}
             layer = Layer(**sizes)
-        plain, added = measure(layer, options.batch, options.repeats, options.backward)
+        plain, spread, added = measure(layer, options.batch, options.repeats, options.backward)
         cells = (f"{percent:>+10.1f}% ({layer.paper_percent(name in SCALED):5.1f}%)" for name, percent in added.items())
-        print(f"{layer!s:<28}{plain:>10.1f}" + "".join(cells), flush=True)
+        print(f"{layer!s:<28}{plain:>10.1f}{spread:>6.0f}%" + "".join(cells), flush=True)

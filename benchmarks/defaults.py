@@ -47,6 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--images", type=int, help="use only N images of either split, evenly spaced")
+    parser.add_argument("--holdout", type=int, help="choose by N training images left out, not by the test split")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, all on the one device")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -98,7 +99,7 @@ def _spawn(name: str, seed: int, options: argparse.Namespace, graph: bool) -> in
     for option in ("data", "cache", "out"):
         path = getattr(options, option)
         command += [f"--{option}", str(path.resolve())] if path is not None else []
-    for option in ("device", "dtype", "epochs", "batch", "width", "images", "jobs"):
+    for option in ("device", "dtype", "epochs", "batch", "width", "images", "holdout", "jobs"):
         value = getattr(options, option)
         command += [f"--{option}", str(value)] if value is not None else []
     command += ["--tf32"] * options.tf32 + ["--graph"] * graph
@@ -117,7 +118,10 @@ def _work(name: str, config: configs.Config, seed: int, options: argparse.Namesp
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     graph = options.graph and options.device != "cpu"
     plan = Plan(options.epochs, options.batch, options.width, options.device, options.dtype, graph)
+    source = _digest()
     arrays = data.load(options.data, options.cache)
+    if options.holdout:
+        arrays = data.hold_out(arrays, options.holdout)
     train, test = (ImageSet(*data.part(arrays, split, options.images), plan.device) for split in data.SPLITS)
     try:
         run = Run(config, seed, plan, train, test)
@@ -127,10 +131,11 @@ def _work(name: str, config: configs.Config, seed: int, options: argparse.Namesp
     history = []
     for epoch in run.epochs():
         history.append(epoch)
-        numbers = f"loss {epoch['loss']:.3f}  test {epoch['accuracy']:.2f}%  {epoch['ms_per_step']:.1f} ms/step"
+        numbers = f"loss {epoch['loss']:.3f}  accuracy {epoch['accuracy']:.2f}%  {epoch['ms_per_step']:.1f} ms/step"
         print(f"{name} seed {seed} epoch {len(history)}: {numbers} ({run.mode})", flush=True)
     record = _record(name, config, seed, history, plan)
     record |= {"mode": run.mode, "tf32": options.tf32, "jobs": options.jobs, "images": len(train)}
+    record |= {"source": source, "evaluated_on": "holdout" if options.holdout else "test", "test_images": len(test)}
     record["seconds"] = round(time.perf_counter() - start, 1)
     with options.out.open("a") as file:
         file.write(json.dumps(record) + "\n")
@@ -156,7 +161,6 @@ def _record(
         "device": cpu if plan.device == "cpu" else torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "ndpp": ndpp.__version__},
         "commit": _commit(),
-        "source": _digest(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

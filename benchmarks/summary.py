@@ -13,7 +13,7 @@ from typing import Any
 Record = dict[str, Any]
 HEADER = ("config", "seeds", "final %", "± std", "epoch 1", "epoch 3", "train loss", "ms/step", "how", "note")
 WORDS = ("config", "how", "note")  # columns that are not numbers
-SAME = ("config", "settings", "plan", "mode", "tf32", "jobs", "images", "source", "device")
+SAME = ("config", "settings", "plan", "mode", "tf32", "jobs", "images", "evaluated_on", "source", "device")
 
 
 def read(files: Sequence[Path]) -> list[Record]:
@@ -36,7 +36,7 @@ def _row(group: list[Record]) -> tuple[str, ...]:
     spread = f"{statistics.stdev(final):.2f}" if len(final) > 1 else "-"
     stopped = sum(not record["finished"] for record in group)
     precision = first["plan"]["dtype"] + (" tf32" if first["tf32"] else "")
-    how = f"{first['mode']} ×{first['jobs']} {precision} {first['source'][:6]}"
+    how = f"{first['mode']} ×{first['jobs']} {precision} {first['evaluated_on']} {first['source'][:6]}"
     return (
         first["config"],
         str(len({record["seed"] for record in group})),

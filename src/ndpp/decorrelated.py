@@ -59,28 +59,27 @@ class Decorrelated(RunningMoments):
 
     def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
-        x, weight, bias, gain = self._decorrelated(x, grid)
-        if gain is None:
-            return operation(x, weight, bias)
-        y = operation(x, weight, None)
-        return (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
-
-    def _decorrelated(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(input, weight, bias, gain) such that gain·Layer(input; weight) + bias = S·X·D·w + b; statistics move on."""
         valid = self._valid(x)
         with _no_autocast(x.device.type):
             x, gain = self._scaled(x, valid)
-            if not self.training or self.settings.freeze or x.shape[0] == 0 or x.numel() == 0:
+            batch, awaits_backward = None, False
+            if self.training and not self.settings.freeze and x.numel() > 0:
+                phases = [phase for phase in grid.phases if grid.positions(phase)]
+                batch = self._batch_moments([self._rows(x, gain, grid, phase, valid) for phase in phases])
+                stats = self._usable(batch)
+                weight, bias, gain = self._folded(stats, self._solve(stats), gain)
+                if not _is_recomputation():
+                    bias, awaits_backward = self._end_step_after(bias)
+            else:
                 weight, bias, gain = self._folded(*self._evaluation_moments(), gain)
-                return x, weight, bias, gain
-            rows = [self._rows(x, gain, grid, phase, valid) for phase in grid.phases if grid.positions(phase)]
-            batch = self._batch_moments(rows)
-            stats = self._usable(batch)
-            weight, bias, gain = self._folded(stats, self._solve(stats), gain)
-            if not _is_recomputation():
-                self._observe(batch)
-                bias = self._close_step(bias)
-        return x, weight, bias, gain
+        if gain is None:
+            y = operation(x, weight, bias)
+        else:
+            y = operation(x, weight, None)
+            y = (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
+        if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
+            self._observe(batch, awaits_backward)
+        return y
 
     def _valid(self, x: Tensor) -> Tensor | None:
         """The mask for this input, checked to be there again when a checkpointed layer is run again."""
@@ -149,7 +148,10 @@ class Decorrelated(RunningMoments):
         """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
         total = torch.stack([rows.positions for rows in phases]).sum()
         used = [rows for rows in phases if rows.taps]
-        unit, finite = self._unit(used, total)
+        if not used:  # padding cropped all that the taps reach: every output is the bias
+            zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
+            return Moments(total, *zeros, torch.ones_like(total))
+        unit, finite = self._unit(used)
         stacked = [self.layout.stack(torch.where(finite, rows.values, 0.0) / unit) for rows in used]
         shares = [rows.positions / total.clamp_min(1.0) for rows in used]
         parts = []
@@ -159,15 +161,15 @@ class Decorrelated(RunningMoments):
                 whitening.moments(stack[index], None if rows.weight is None else rows.weight.repeat_interleave(repeat))
                 for stack, rows in zip(stacked, used, strict=True)
             ]
-            if len(phases) > 1 or not used:
+            if len(phases) > 1 or len(used[0].taps) < self.layout.taps:
                 each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
             parts.append(each[0])
         mean, cov = self.layout.pack(parts)
         return Moments(torch.where(finite, total, 0.0), mean, cov, unit)
 
-    def _unit(self, used: Sequence[Rows], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _unit(self, used: Sequence[Rows]) -> tuple[Tensor, Tensor]:
         """A unit near the magnitude of the rows, and whether they are finite."""
-        peak = torch.stack([rows.values.detach().abs().amax() for rows in used] or [torch.zeros_like(like)]).amax()
+        peak = torch.stack([rows.values.detach().abs().amax() for rows in used]).amax()
         finite = torch.isfinite(peak)
         if self.settings.nonfinite == "raise":
             message = (

@@ -65,10 +65,8 @@ class RunningMoments(nn.Module):
     # --- training ---
 
     @torch.no_grad()
-    def _observe(self, batch: Moments) -> None:
+    def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        if not torch.compiler.is_compiling() and (self._awaiting is None or self._awaiting() is None):
-            self.step_rows.zero_()  # the last call's graph is gone, with or without a backward pass
         mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
         usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
         mean = torch.where(usable, mean, self.step_mean)
@@ -87,7 +85,7 @@ class RunningMoments(nn.Module):
             first = torch.lerp(running, new, weight)
             running.copy_(torch.where(fresh, first, running + weight * (new - old)))
             old.copy_(new)
-        self.step_rows.copy_(step.rows)
+        self.step_rows.copy_(step.rows if more_may_come else torch.zeros_like(step.rows))
 
     def _newest_weight(self) -> Tensor:
         """Weight of the newest step. An average without a start value: the first step counts fully."""
@@ -97,18 +95,23 @@ class RunningMoments(nn.Module):
             return 1.0 / t
         return momentum / (1.0 - (1.0 - momentum) ** t)
 
-    def _close_step(self, shift: Tensor) -> Tensor:
-        """Let the backward pass through `shift` end the step that this call belongs to."""
-        if not shift.requires_grad or not torch.is_grad_enabled():
-            with torch.no_grad():
-                self.step_rows.zero_()
-            return shift
+    def _end_step_after(self, shift: Tensor) -> tuple[Tensor, bool]:
+        """Let the backward pass through `shift` end the step that this call belongs to, if there will be one."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (self._awaiting is None or self._awaiting() is None):
+            self._new_step()  # the last call's graph is gone, with or without a backward pass
+        if not (shift.requires_grad and torch.is_grad_enabled()):
+            return shift, False
         token = None
-        if not torch.compiler.is_compiling():
+        if not compiling:
             token = _Token()
             self._awaiting = weakref.ref(token)
-        closed: Tensor = _EndOfStep.apply(shift, self.step_rows, token)
-        return closed
+        ended: Tensor = _EndOfStep.apply(shift, self.step_rows, token)
+        return ended, True
+
+    @torch.no_grad()
+    def _new_step(self) -> None:
+        self.step_rows.zero_()
 
     # --- evaluation ---
 
@@ -171,8 +174,7 @@ class RunningMoments(nn.Module):
                     f"{self.settings!r}, got {tuple(given.shape)}; "
                     "build the layer with the block and shared settings of the checkpoint"
                 )
-        with torch.no_grad():
-            self.step_rows.zero_()
+        self._new_step()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -155,10 +155,12 @@ def assemble_phases(
 def regularise(cov: Tensor, unit: Tensor, *, eps: float, shrinkage: float, widths: Tensor) -> Tensor:
     """Cov + (ε + shrinkage·mean eigenvalue)·I, in the unit of Cov.
 
+    ε is never below the rounding of the data: a variance that small cannot be told from none, and dividing by it would
+    turn rounding errors into features, and gradients into infinities.
     widths (g,): the features a block really has. Columns beyond are padding of a smaller last block: they stay zero,
     and zero columns do not touch the others in any polynomial of the matrix.
     """
-    absolute = (math.sqrt(eps) / unit).square()
+    absolute = (math.sqrt(eps) / unit).clamp_min(torch.finfo(cov.dtype).eps).square()
     relative = shrinkage * cov.diagonal(dim1=-2, dim2=-1).sum(-1) / widths
     inside = torch.arange(cov.shape[-1], device=cov.device) < widths[:, None]
     return cov + torch.diag_embed((absolute + relative)[:, None] * inside)

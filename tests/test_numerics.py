@@ -1,0 +1,176 @@
+"""Precision: autocast, half precision, magnitudes far from one, data without variance."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import BY_LAYER, CASES, Case
+from oracles import as_rows, layer_output
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import ndpp
+from ndpp import Settings
+
+SOLVERS = {
+    "newton": Settings(rows=None),
+    "minimax": Settings(rows=None, solver="minimax"),
+    "eigh": Settings(rows=None, solver="eigh", eps=1e-6),
+    "relative": Settings(rows=None, eps=0.0, shrinkage=0.01),
+    "exact": Settings.exact(),
+}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-300))
+
+
+def gradients(layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    (y * torch.sin(torch.arange(y.numel(), device=y.device)).reshape(y.shape)).sum().backward()
+    return {"output": y.detach(), "dinput": x.grad, **{f"d{n}": p.grad.clone() for n, p in layer.named_parameters()}}
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_every_layer_gradchecks(case: Case) -> None:
+    layer = case.build(Settings(rows=None, scale="std", eps=1e-2), dtype=torch.float64)
+    x = case.input()[:2].requires_grad_()
+    parameters = dict(layer.named_parameters())
+    names = list(parameters)
+
+    def run(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    assert gradcheck(run, (x, *parameters.values()), fast_mode=True)
+    assert gradgradcheck(run, (x, *parameters.values()), fast_mode=True, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_single_precision_is_close_to_double(name: str) -> None:
+    case = BY_LAYER[name]
+    for settings in SOLVERS.values():
+        if settings.eps == 0 and settings.shrinkage == 0:
+            continue  # the smallest eigenvalue alone decides there
+        want = gradients(case.build(settings).double(), case.input())
+        got = gradients(case.build(settings), case.input(torch.float32))
+        for key, value in want.items():
+            assert relative(got[key], value) < 2e-3, (settings, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_autocast(name: str, scale: Any, dtype: torch.dtype) -> None:
+    case = BY_LAYER[name]
+    layer = case.build(Settings(rows=None, scale=scale))
+    x = case.input(torch.float32)
+    want = gradients(case.build(Settings(rows=None, scale=scale)), x)
+    with torch.autocast("cpu", dtype=dtype):
+        y = layer(x)
+        assert y.dtype == dtype
+    assert layer.running_cov.dtype == torch.float32
+    assert relative(layer.running_cov, _covariance_alone(case, scale, x)) < 1e-5  # statistics do not see the cast
+    assert relative(y.detach(), want["output"]) < 0.05
+    y.float().sum().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in layer.parameters())
+    with torch.autocast("cpu", dtype=dtype):
+        assert layer(x.to(dtype)).dtype == dtype
+
+
+def _covariance_alone(case: Case, scale: Any, x: Tensor) -> Tensor:
+    layer = case.build(Settings(rows=None, scale=scale))
+    layer(x)
+    return layer.running_cov
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_half_precision_modules(name: str, dtype: torch.dtype) -> None:
+    case = BY_LAYER[name]
+    layer = case.build(Settings(rows=None)).to(dtype)
+    x = case.input(dtype)
+    got = gradients(layer, x)
+    want = gradients(case.build(Settings(rows=None)), x.float())
+    assert got["output"].dtype == dtype
+    assert relative(got["output"], want["output"]) < 0.05
+    assert all(torch.isfinite(v).all() for v in got.values())
+
+
+@pytest.mark.parametrize("magnitude", [1e18, 1e-18, 1e6])
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_huge_and_tiny_inputs(name: str, solver: str, magnitude: float) -> None:
+    """Values and gradients are those of double precision, not merely finite."""
+    case = BY_LAYER[name]
+    settings = SOLVERS[solver]
+    got = gradients(case.build(settings), case.input(torch.float32) * magnitude)
+    assert all(torch.isfinite(v).all() for v in got.values())
+    if solver == "exact":
+        return  # which directions count as empty depends on the precision
+    want = gradients(case.build(settings).double(), case.input(torch.float32).double() * magnitude)
+    for key, value in want.items():
+        assert relative(got[key], value) < 5e-3, key
+
+
+@pytest.mark.parametrize("kind", ["constant", "zero", "one row", "rank deficient", "one channel dead", "two rows"])
+@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_data_without_variance(solver: str, scale: Any, kind: str) -> None:
+    settings = SOLVERS[solver].replace(scale=scale)
+    for magnitude in (1.0, 0.1, 1e18, 1e-18):
+        for name in ("Linear", "Conv2d", "ConvTranspose2d"):
+            case = BY_LAYER[name]
+            x = case.input(torch.float32)
+            if kind == "constant":
+                x = torch.ones_like(x)
+            elif kind == "zero":
+                x = torch.zeros_like(x)
+            elif kind == "one row":
+                x = x[:1]
+            elif kind == "two rows":
+                x = x[:2]
+            elif kind == "rank deficient":
+                x = (x[:, :1] if name != "Linear" else x[..., :1]).expand_as(x).contiguous()
+            else:
+                x.select(-1 if name == "Linear" else 1, 0).zero_()
+            layer = case.build(settings)
+            got = gradients(layer, x * magnitude)
+            for key, value in got.items():
+                assert torch.isfinite(value).all(), (name, magnitude, key)
+            assert torch.isfinite(layer.running_cov).all()
+            assert torch.isfinite(layer.eval()(x * magnitude)).all()
+
+
+@pytest.mark.parametrize("ratio", [100.0, 1000.0])
+def test_mean_far_above_deviation(ratio: float) -> None:
+    case = Case("Linear", (6, 4), (400, 6))
+    x = (case.input() + ratio).float()
+    got = gradients(case.build(Settings(rows=None)), x)
+    want = gradients(case.build(Settings(rows=None)).double(), x.double())
+    assert relative(got["output"], want["output"]) < 1e-3
+    assert relative(got["dweight"], want["dweight"]) < 1e-2
+
+
+def test_float16_range_with_scale_in_the_epilogue() -> None:
+    """Activations of 1e4 would overflow float16 if the gain came only after the product."""
+    layer = ndpp.Linear(256, 8, settings=Settings(rows=None, scale="l1"))
+    x = torch.randn(64, 256) * 2e4
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = layer(x.clamp(-6e4, 6e4).half())
+    assert torch.isfinite(y).all()
+
+
+def test_double_precision_end_to_end() -> None:
+    """float64 in, float64 everywhere: the oracle to 1e-12, which one float32 intermediate would break."""
+    case = CASES[9]
+    layer = case.build(Settings(rows=None, eps=1e-3), dtype=torch.float64)
+    s = layer.settings
+    want = layer_output(
+        layer, case.input(), layer.weight, layer.bias, block=64, shared=s.shared, solver=s.solver, steps=s.steps,
+        eps=s.eps, shrinkage=s.shrinkage,
+    )  # fmt: skip
+    assert relative(as_rows(layer, layer(case.input())), want) < 1e-12
+    assert layer.running_cov.dtype == torch.float64
