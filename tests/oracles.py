@@ -100,7 +100,7 @@ def layer_output(
     per_row = isinstance(layer, nn.Linear)
     matrix = data_matrix(layer, sample_scale(x, scale, per_row), **call)
     weights = weight_matrix(layer, weight)
-    groups, n, channels, taps = matrix.shape
+    groups, n, channels = matrix.shape[:3]
     ranges = block_ranges(channels, block)
     outputs: list[Tensor] = [torch.zeros(n, weights.shape[-1], dtype=x.dtype) for _ in range(groups)]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_LAYER, CASES, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracles import as_rows, layer_output
 from torch import nn
 
 import ndpp
+from cases import BY_LAYER, CASES, Case
 from ndpp import Settings
+from oracles import as_rows, layer_output
 
 LAYERS = list(BY_LAYER)
 
@@ -189,24 +189,25 @@ def test_output_size_chooses_the_output() -> None:
         )  # fmt: skip
         torch.testing.assert_close(as_rows(layer, y), want)
     for bad in ([8, 11], [11, 11], [9]):
-        with pytest.raises(ValueError, match="output.size"):
+        with pytest.raises(ValueError, match=r"output.size"):
             layer(x, output_size=bad)
 
 
+CONV = {"in_channels": 3, "out_channels": 2, "kernel_size": 3}
 BAD_CALLS = [
     ("Linear", {"in_features": 4, "out_features": 2}, (3, 5)),
     ("Linear", {"in_features": 4, "out_features": 2}, ()),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3}, (2, 4, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3}, (8, 8)),
+    ("Conv2d", CONV, (2, 4, 8, 8)),
+    ("Conv2d", CONV, (8, 8)),
     ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 9}, (2, 3, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "groups": 2}, (2, 3, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": "full"}, (2, 3, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": "same", "stride": 2}, (2, 3, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding_mode": "mirror"}, (2, 3, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "groups": 0}, (2, 3, 8, 8)),
-    ("Conv2d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": 9, "padding_mode": "reflect"}, (2, 3, 8, 8)),
-    ("ConvTranspose1d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding_mode": "reflect"}, (2, 3, 8)),
-    ("ConvTranspose1d", {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "output_padding": 5}, (2, 3, 8)),
+    ("Conv2d", {**CONV, "groups": 2}, (2, 3, 8, 8)),
+    ("Conv2d", {**CONV, "padding": "full"}, (2, 3, 8, 8)),
+    ("Conv2d", {**CONV, "padding": "same", "stride": 2}, (2, 3, 8, 8)),
+    ("Conv2d", {**CONV, "padding_mode": "mirror"}, (2, 3, 8, 8)),
+    ("Conv2d", {**CONV, "groups": 0}, (2, 3, 8, 8)),
+    ("Conv1d", {**CONV, "padding": 9, "padding_mode": "reflect"}, (3, 4)),
+    ("ConvTranspose1d", {**CONV, "padding_mode": "reflect"}, (2, 3, 8)),
+    ("ConvTranspose1d", {**CONV, "output_padding": 5}, (2, 3, 8)),
     ("ConvTranspose1d", {"in_channels": 3, "out_channels": 2, "kernel_size": 1, "padding": 5}, (2, 3, 8)),
 ]  # fmt: skip
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES, Case
-from oracles import as_rows, layer_output
 from torch import Tensor
 
+from cases import CASES, Case
 from ndpp import Settings
+from oracles import as_rows, layer_output
 
 VARIANTS = {
     "newton-shared": Settings(rows=None, shared=True, solver="newton", steps=3, eps=1e-3),

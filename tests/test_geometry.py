@@ -1,17 +1,18 @@
 """Data matrices, sampling plans and blocks."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import data_matrix
 
 import ndpp
+from cases import CASES, Case
 from ndpp import geometry as geo
 from ndpp import masking
+from oracles import data_matrix
 
 
 def grid_of(layer: torch.nn.Module, sizes: tuple[int, ...]) -> geo.Grid:
@@ -26,7 +27,7 @@ def grid_of(layer: torch.nn.Module, sizes: tuple[int, ...]) -> geo.Grid:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_are_the_data_matrix(case: Case) -> None:
-    """Phase by phase, every entry of the explicit matrix that a tap reaches, in every row; the others are zero there."""
+    """Phase by phase, every entry of the explicit matrix that a tap reaches, in every row; the others are zero."""
     layer, x = case.build(), case.input()
     flat = x if case.layer != "Linear" else x.movedim(-1, 1)
     grid = grid_of(layer, tuple(flat.shape[2:]))
@@ -39,7 +40,7 @@ def test_rows_are_the_data_matrix(case: Case) -> None:
         if not grid.positions(phase):
             continue
         sample = geo.choose(x.shape[0], phase, geo.row_budget(x.shape[0], phase, None, None), x.device)
-        own = list(grid.taps(phase))
+        own = grid.taps(phase, x.device).tolist()
         rows = torch.zeros(x.shape[0] * grid.positions(phase), groups * channels, taps, dtype=x.dtype)
         if own:
             rows[:, :, own] = geo.patches(flat, phase, sample, getattr(layer, "padding_mode", "zeros"))
@@ -130,11 +131,12 @@ def test_blocks_cover_all_channels_in_order(channels: int, block: int, groups: i
     parts = layout.parts
     assert parts[0].start == 0
     assert parts[-1].stop == channels
-    assert all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
     sizes = [(p.stop - p.start) // p.blocks for p in parts]
     assert sizes[0] == min(block, channels)  # never shrunk to a divisor
     assert len(sizes) <= 2
-    d = torch.eye(max(layout.widths)).expand(len(layout.widths), -1, -1)
+    width, number = max(f for _, f in layout.widths), sum(g for g, _ in layout.widths)
+    d = torch.eye(width).expand(number, -1, -1)
     matrix = torch.randn(groups, channels, taps, 2)
     split = layout.split(d, d[:, 0], matrix)
     back = torch.cat([(dp @ m).reshape(groups, -1, taps, 2) for dp, _, m in split], 1)
@@ -145,7 +147,13 @@ def test_weight_matrices_invert() -> None:
     for shape, groups, transposed in (((6, 2, 3, 3), 2, False), ((4, 3, 2), 2, True), ((5, 7), 1, False)):
         weight = torch.randn(shape)
         matrix = geo.weight_matrix(weight, groups, transposed)
-        torch.testing.assert_close(geo.matrix_weight(matrix, weight.shape, transposed), weight)
+        back = geo.matrix_weight(matrix, weight, transposed)
+        torch.testing.assert_close(back, weight)
+        assert back.is_contiguous()
+    last = torch.randn(6, 2, 3, 3).to(memory_format=torch.channels_last)
+    back = geo.matrix_weight(geo.weight_matrix(last, 2, False), last, False)
+    assert torch.equal(back, last)
+    assert back.stride() == last.stride()
 
 
 # --- masks ---

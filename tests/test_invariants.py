@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_LAYER, CASES, Case
-from oracles import as_rows, block_ranges, covariance, data_matrix, inverse_sqrt, weight_matrix
 from torch import Tensor, nn
 
+from cases import BY_LAYER, CASES, Case
 from ndpp import Settings
+from oracles import as_rows, block_ranges, covariance, data_matrix, inverse_sqrt, weight_matrix
 
 WITH_BIAS = [case for case in CASES if case.options.get("bias", True)]
 

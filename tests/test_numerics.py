@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_LAYER, CASES, Case
-from oracles import as_rows, layer_output
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import ndpp
+from cases import BY_LAYER, CASES, Case
 from ndpp import Settings
+from oracles import as_rows, layer_output
 
 SOLVERS = {
     "newton": Settings(rows=None),

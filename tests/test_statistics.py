@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_LAYER, CASES, Case
-from oracles import covariance, data_matrix
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ndpp
+from cases import BY_LAYER, CASES, Case
 from ndpp import Settings
+from oracles import covariance, data_matrix
 
 EXACT = Settings(rows=None)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import covariance, inverse_sqrt
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from ndpp import whitening as w
 from ndpp.whitening import Moments
+from oracles import covariance, inverse_sqrt
 
 
 def spd(g: int = 2, f: int = 4, condition: float = 20.0) -> Tensor:
@@ -120,7 +120,8 @@ def test_phases_assemble_to_the_matrix_with_its_zeros() -> None:
     shares = [torch.tensor(n / 19, dtype=torch.float64) for n in sizes]
 
     def assembled(*phases: Tensor) -> tuple[Tensor, Tensor]:
-        return w.assemble_phases([w.moments(rows) for rows in phases], taps, shares, 5)
+        index = [torch.tensor(t) for t in taps]
+        return w.assemble_phases([w.moments(rows) for rows in phases], index, shares, 5)
 
     mean, cov = assembled(*phases)
     torch.testing.assert_close((mean[0], cov[0]), expected)
@@ -145,7 +146,9 @@ def test_inverse_sqrt_gradient_is_that_of_what_was_computed(solver: str, steps: 
 def test_newton_is_the_iteration_of_the_method() -> None:
     a = spd(1, 6, 1000.0)
     for steps in (1, 2, 5, 9):
-        torch.testing.assert_close(w.inverse_sqrt(a, solver="newton", steps=steps)[0], inverse_sqrt(a[0], "newton", steps))
+        torch.testing.assert_close(
+            w.inverse_sqrt(a, solver="newton", steps=steps)[0], inverse_sqrt(a[0], "newton", steps)
+        )
 
 
 def test_products_per_solver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     values: Tensor  # (n, channels, own taps)
     weight: Tensor | None  # (n,), under a mask
     positions: Tensor  # ()
-    taps: tuple[int, ...]
+    taps: Tensor  # where they stand among all taps of the kernel
 
 
 class Decorrelated(RunningMoments):
@@ -35,10 +35,11 @@ class Decorrelated(RunningMoments):
     _per_row_scale = False  # Linear: S is of each row, not of the whole sample
 
     def _setup(self, settings: Settings | None, groups: int, channels: int, kernel: tuple[int, ...]) -> None:
+        self._label = f"ndpp.{type(self).__name__}({super().extra_repr()})"  # a constant, for compiled code
         if settings is not None and not isinstance(settings, Settings):
-            raise TypeError(f"{self._label()}: settings must be an ndpp.Settings or None; got {settings!r}")
+            raise TypeError(f"{self._label}: settings must be an ndpp.Settings or None; got {settings!r}")
         if not self.weight.is_floating_point():
-            raise TypeError(f"{self._label()}: expected a real floating-point dtype; got {self.weight.dtype}")
+            raise TypeError(f"{self._label}: expected a real floating-point dtype; got {self.weight.dtype}")
         self.settings = settings if settings is not None else Settings()
         block = self.settings.block if self.settings.block is not None else self._default_block
         self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
@@ -53,9 +54,6 @@ class Decorrelated(RunningMoments):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, settings={self.settings!r}"
-
-    def _label(self) -> str:
-        return f"ndpp.{type(self).__name__}({super().extra_repr()})"
 
     def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
@@ -87,7 +85,7 @@ class Decorrelated(RunningMoments):
         if not torch.compiler.is_compiling():
             if valid is None and self._masked and _is_recomputation():
                 raise RuntimeError(
-                    f"{self._label()}: activation checkpointing runs this layer again outside the ndpp.mask it "
+                    f"{self._label}: activation checkpointing runs this layer again outside the ndpp.mask it "
                     "first ran in; call backward inside the context"
                 )
             self._masked = valid is not None
@@ -96,7 +94,7 @@ class Decorrelated(RunningMoments):
         try:
             return masking.fit(valid, x.shape[0], tuple(x.shape[2:])).to(x.device)
         except ValueError as error:
-            raise ValueError(f"{self._label()}: {error}") from None
+            raise ValueError(f"{self._label}: {error}") from None
 
     # --- S ---
 
@@ -123,13 +121,13 @@ class Decorrelated(RunningMoments):
         rows = self.settings.rows and max(round(self.settings.rows * of_all), 1)
         stride = None if self._per_row_scale else self.settings.stride
         sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), x.device)
-        taps = grid.taps(phase)
+        taps = grid.taps(phase, x.device)
         dtype = whitening.statistics_dtype(x.dtype)
         weight = None if valid is None else row_weights(valid, phase, sample).to(dtype)
-        count = torch.tensor(float(positions), dtype=dtype, device=x.device)
+        count = torch.full((), float(positions), dtype=dtype, device=x.device)
         if weight is not None:
             count = count * weight.mean()
-        if not taps:  # these outputs are the bias alone: all zeros, which only count
+        if len(taps) == 0:  # these outputs are the bias alone: all zeros, which only count
             return Rows(x.new_zeros(0), weight, count, taps)
         values = patches(x, phase, sample, getattr(self, "padding_mode", "zeros")).to(dtype)
         if gain is not None:
@@ -147,7 +145,7 @@ class Decorrelated(RunningMoments):
     def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
         """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
         total = torch.stack([rows.positions for rows in phases]).sum()
-        used = [rows for rows in phases if rows.taps]
+        used = [rows for rows in phases if len(rows.taps)]
         if not used:  # padding cropped all that the taps reach: every output is the bias
             zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
             return Moments(total, *zeros, torch.ones_like(total))
@@ -173,7 +171,7 @@ class Decorrelated(RunningMoments):
         finite = torch.isfinite(peak)
         if self.settings.nonfinite == "raise":
             message = (
-                f"{self._label()}: the input holds NaN or Inf; no statistics were updated. "
+                f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
                 "Find its source (torch.autograd.detect_anomaly), or set nonfinite='skip' to leave such batches out"
             )
             finite = require(finite, message)
@@ -200,7 +198,7 @@ class Decorrelated(RunningMoments):
         if gain is not None:
             usual = torch.where(gain > 0, gain, 1.0).detach().log().mean().exp()
             typical, gain = typical * usual, gain / usual
-        weight = matrix_weight(torch.cat(folded, 1) * typical, self.weight.shape, self._transposed)
+        weight = matrix_weight(torch.cat(folded, 1) * typical, self.weight, self._transposed)
         bias = -shift.flatten() if self.bias is None else self.bias.to(d.dtype) - shift.flatten()  # type: ignore[operator]
         return weight.to(self.weight.dtype), bias.to(self.weight.dtype), gain
 
@@ -211,7 +209,7 @@ def _is_recomputation() -> bool:
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if torch.amp.is_autocast_available(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 

@@ -54,20 +54,22 @@ class Grid:
     phases: tuple[Phase, ...]
     kernel: tuple[int, ...]
 
-    def taps(self, phase: Phase) -> tuple[int, ...]:
+    def taps(self, phase: Phase, device: torch.device) -> Tensor:
         """Where this phase's taps stand in the flattened kernel."""
-        return tuple(
-            sum(tap * stride for tap, stride in zip(taps, _strides(self.kernel), strict=True))
-            for taps in itertools.product(*(axis.taps for axis in phase))
-        )
+        index = torch.zeros(1, dtype=torch.long, device=device)
+        for axis, size in zip(phase, self.kernel, strict=True):
+            index = (index[:, None] * size + progression(axis.taps, device)).flatten()
+        return index
 
     @staticmethod
     def positions(phase: Phase) -> int:
         return math.prod([axis.count for axis in phase])
 
 
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+def progression(values: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor of evenly spaced integers made on the device: copies from the host would stall it, and break capture."""
+    step = values[1] - values[0] if len(values) > 1 else 1
+    return torch.arange(len(values), device=device) * step + (values[0] if values else 0)
 
 
 def pointwise_grid(sizes: Sequence[int]) -> Grid:
@@ -200,7 +202,7 @@ def _indices(phase: Phase, sample: Sample, padding_mode: str) -> tuple[Tensor, T
     index = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
     inside: Tensor | None = None
     for axis, position in zip(phase, sample.positions, strict=True):
-        at = position[:, :, None] * axis.step + torch.tensor(axis.offsets, device=device)
+        at = position[:, :, None] * axis.step + progression(axis.offsets, device)
         if axis.overhangs and padding_mode == "zeros":
             reached = (at >= 0) & (at < axis.size)
             before = inside if inside is not None else torch.ones_like(index, dtype=torch.bool)
@@ -273,13 +275,9 @@ class Layout:
         return 1 if self.shared else self.groups * part.blocks
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Features of every D, in the order of the statistics."""
-        return tuple(
-            width
-            for part in self.parts
-            for width in self._of_own(part) * [(part.stop - part.start) // part.blocks * self.taps]
-        )
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """(how many D, features of each) for every part, in the order of the statistics."""
+        return tuple((self._of_own(p), (p.stop - p.start) // p.blocks * self.taps) for p in self.parts)
 
     def stack(self, rows: Tensor) -> list[Tensor]:
         """Rows (n, groups·channels, taps) as (g, n, f) for every part; shared blocks are stacked as extra rows."""
@@ -325,7 +323,11 @@ def weight_matrix(weight: Tensor, groups: int, transposed: bool) -> Tensor:
     return grouped.permute(0, 1, 3, 2) if transposed else grouped.permute(0, 2, 3, 1)
 
 
-def matrix_weight(matrix: Tensor, shape: torch.Size, transposed: bool) -> Tensor:
-    """The inverse of `weight_matrix`."""
+def matrix_weight(matrix: Tensor, like: Tensor, transposed: bool) -> Tensor:
+    """The inverse of `weight_matrix`, in the shape and the memory format of the weight."""
     grouped = matrix.permute(0, 1, 3, 2) if transposed else matrix.permute(0, 3, 1, 2)
-    return grouped.reshape(shape)
+    weight = grouped.reshape(like.shape)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
+    if last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last):
+        return weight.contiguous(memory_format=last)
+    return weight.contiguous()

@@ -34,8 +34,7 @@ class RunningMoments(nn.Module):
     step_cov: Tensor
 
     def _register_moments(self, device: torch.device, dtype: torch.dtype) -> None:
-        widths = self.layout.widths
-        g, f = len(widths), max(widths)
+        g, f = sum(g for g, _ in self.layout.widths), max(f for _, f in self.layout.widths)
         options: dict[str, Any] = {"device": device, "dtype": statistics_dtype(dtype)}
         self.register_buffer("running_mean", torch.empty(g, f, **options))
         self.register_buffer("running_cov", torch.empty(g, f, f, **options))
@@ -60,7 +59,8 @@ class RunningMoments(nn.Module):
         self.num_batches_tracked.zero_()
 
     def _widths(self) -> Tensor:
-        return torch.tensor(self.layout.widths, device=self.running_cov.device)
+        device = self.running_cov.device
+        return torch.cat([torch.full((g,), width, device=device) for g, width in self.layout.widths])
 
     # --- training ---
 
@@ -116,7 +116,7 @@ class RunningMoments(nn.Module):
     # --- evaluation ---
 
     def _running(self) -> Moments:
-        largest = self.running_cov.diagonal(dim1=-2, dim2=-1).amax().sqrt()
+        largest = self.running_cov.diagonal(dim1=-2, dim2=-1).amax((0, 1)).sqrt()
         unit = largest.clamp_min(max(math.sqrt(self.settings.eps), SMALLEST_UNIT))
         count = self.num_batches_tracked.to(unit.dtype)
         return Moments(count, self.running_mean / unit, self.running_cov / unit.square(), unit)
@@ -148,6 +148,12 @@ class RunningMoments(nn.Module):
         )
 
     # --- state ---
+
+    def train(self, mode: bool = True) -> RunningMoments:
+        """As in torch.nn. A change of mode drops the cache: a replayed CUDA graph changes buffers unseen by torch."""
+        self._evaluation = None
+        super().train(mode)
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningMoments:
         """Casting to half precision moves the statistics but keeps their precision; materialising clears them."""

@@ -87,12 +87,8 @@ def moments(rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]
     Centred first: E[xx] - E[x]E[x] loses 1% at mean/std = 100 in float32. The second centring removes the rounding of
     the first, so that constant columns have exactly no variance.
     """
-    if weight is None:
-        total = rows.new_tensor(float(rows.shape[1]))
-        column = None
-    else:
-        total = weight.sum().clamp_min(1.0)
-        column = weight[:, None]
+    column = None if weight is None else weight[:, None]
+    total = rows.shape[1] if weight is None else weight.sum().clamp_min(1.0)
 
     def mean(values: Tensor) -> Tensor:
         return (values if column is None else values * column).sum(1, keepdim=True) / total
@@ -119,11 +115,12 @@ def merge(first: Moments, second: Moments) -> Moments:
 
 
 def assemble_phases(
-    parts: Sequence[tuple[Tensor, Tensor]], taps: Sequence[tuple[int, ...]], shares: Sequence[Tensor], all_taps: int
+    parts: Sequence[tuple[Tensor, Tensor]], taps: Sequence[Tensor], shares: Sequence[Tensor], all_taps: int
 ) -> tuple[Tensor, Tensor]:
     """Moments of rows that come in phases, each of which is zero outside its own taps (transposed convolution).
 
-    parts: (mean, cov) of each phase over its own columns (channel, own tap); shares: each phase's fraction of all rows.
+    parts: (mean, cov) of each phase over its own columns (channel, own tap), taps: where those stand among all taps,
+    shares: each phase's fraction of all rows.
     The zeros are never made: the covariance is block-diagonal within the phases, plus what the phases' means differ by.
     """
     reference = parts[0][0]
@@ -133,8 +130,8 @@ def assemble_phases(
     share = reference.new_zeros(all_taps)
     phase_of = torch.zeros(all_taps, dtype=torch.long, device=reference.device)
     within = reference.new_zeros(all_taps, all_taps, g, channels, channels)
-    for number, ((mean_p, cov_p), taps_p, share_p) in enumerate(zip(parts, taps, shares, strict=True)):
-        k, index = len(taps_p), torch.tensor(taps_p, device=reference.device)
+    for number, ((mean_p, cov_p), index, share_p) in enumerate(zip(parts, taps, shares, strict=True)):
+        k = len(index)
         mean[index] = mean_p.reshape(g, channels, k).permute(2, 0, 1)
         share[index] = share_p
         phase_of[index] = number

@@ -1,0 +1,86 @@
+"""The package as a user meets it: import, public names, documentation that runs, structure."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ndpp
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "ndpp"
+ORDER = ["version", "settings", "whitening", "masking", "geometry", "statistics", "decorrelated", "layers"]
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    """No CUDA context and no heavy import that torch itself did not make."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import ndpp; new = set(sys.modules) - before;"
+        "print(torch.cuda.is_initialized(), sorted(m for m in new if m.split('.')[0] in "
+        "('triton', 'torchvision', 'matplotlib', 'onnx', 'scipy', 'PIL')))"
+    )
+    assert python(code) == "False []"
+
+
+def test_import_adds_little_to_torch() -> None:
+    """What ndpp itself adds is small: counted in modules, for seconds would be the machine's."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import ndpp;print(*sorted(set(sys.modules) - before), sep='\\n')"
+    )
+    new = python(code).splitlines()
+    assert set(new) <= {"ndpp", *(f"ndpp.{name}" for name in ORDER)} | {m for m in new if m.startswith("torch.")}
+    assert len(new) < 40
+
+
+def test_public_names() -> None:
+    assert sorted(ndpp.__all__) == sorted(
+        ["Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)), "Settings", "mask", "__version__"]
+    )
+    assert all(hasattr(ndpp, name) for name in ndpp.__all__)
+    assert (SOURCE / "py.typed").exists()
+
+
+def test_import_order() -> None:
+    """Each file imports only from those before it."""
+    assert {p.stem for p in SOURCE.glob("*.py")} == {*ORDER, "__init__"}
+    for position, name in enumerate(ORDER):
+        tree = ast.parse((SOURCE / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                names = [node.module] if node.module else [alias.name for alias in node.names]
+                assert all(n in ORDER[:position] for n in names), (name, names)
+
+
+def test_core_is_small() -> None:
+    lines = {p.name: len(p.read_text().splitlines()) for p in SOURCE.glob("*.py")}
+    assert max(lines.values()) < 400, lines
+    assert sum(lines.values()) < 2500
+
+
+def blocks() -> list[object]:
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.S)):
+            found.append(pytest.param(code, id=f"{path.name}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("code", blocks())
+def test_documentation_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "documentation", "exec"), {"__name__": "documentation"})
+
+
+def test_ci_runs_the_readme_command() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert "make test" in readme
+    assert "make demo" in readme
