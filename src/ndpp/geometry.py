@@ -326,8 +326,8 @@ def weight_matrix(weight: Tensor, groups: int, transposed: bool) -> Tensor:
 def matrix_weight(matrix: Tensor, like: Tensor, transposed: bool) -> Tensor:
     """The inverse of `weight_matrix`, in the shape and the memory format of the weight."""
     grouped = matrix.permute(0, 1, 3, 2) if transposed else matrix.permute(0, 3, 1, 2)
-    weight = grouped.reshape(like.shape)
+    weight = grouped.reshape(-1).reshape(like.shape)  # by way of one axis: no odd strides where a size is 1
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     if last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last):
         return weight.contiguous(memory_format=last)
-    return weight.contiguous()
+    return weight
