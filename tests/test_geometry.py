@@ -93,6 +93,23 @@ def test_every_position_is_sampled_in_its_true_proportion(
     assert ((counts - expected).abs() < 5 * expected.sqrt()).all()
 
 
+def test_deterministic_gather_is_the_same_gather() -> None:
+    layer = ndpp.Conv2d(3, 4, 3, padding=1, settings=ndpp.Settings(rows=20))
+    x = torch.randn(4, 3, 7, 7)
+    results = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            torch.manual_seed(0)
+            leaf = x.clone().requires_grad_()
+            y = layer(leaf)
+            y.square().sum().backward()
+            results.append((y, leaf.grad))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(results[0], results[1])
+
+
 def test_subsampled_batches_do_not_alias() -> None:
     """Rows that repeat with a period: every residue is drawn."""
     phase = (geo.Axis(1, 1),)

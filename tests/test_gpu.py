@@ -89,6 +89,20 @@ def test_no_synchronisation_in_a_training_step() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            net = make(Settings(rows=40)).cuda()
+            torch.manual_seed(0)
+            runs.append(steps(net, net, 3))
+        assert runs[0] == runs[1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_cuda_graph_training_equals_eager() -> None:
     """Whole steps replayed: losses, weights and statistics, the layer used twice included; then evaluation."""
     eager, net = make().cuda(), make().cuda()

@@ -65,18 +65,15 @@ def test_core_is_small() -> None:
     assert sum(lines.values()) < 2500
 
 
-def blocks() -> list[object]:
-    found = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.S)):
-            found.append(pytest.param(code, id=f"{path.name}-{number}"))
-    return found
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("code", blocks())
-def test_documentation_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_documentation_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python blocks of a page, one after the other."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "documentation", "exec"), {"__name__": "documentation"})
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    exec(compile(code, page.name, "exec"), {"__name__": "documentation"})
 
 
 def test_ci_runs_the_readme_command() -> None:

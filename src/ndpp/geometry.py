@@ -186,14 +186,21 @@ def patches(x: Tensor, phase: Phase, sample: Sample, padding_mode: str = "zeros"
     if all(axis.plain and p.shape == (1, axis.count) for axis, p in zip(phase, sample.positions, strict=True)):
         return flat.mT.reshape(-1, x.shape[1], 1)
     index, inside = _indices(phase, sample, padding_mode)
-    if index.shape[0] == 1:
-        values = flat.index_select(2, index.flatten())
-    else:
-        values = flat.gather(2, index.reshape(x.shape[0], 1, -1).expand(-1, x.shape[1], -1))
-    values = values.reshape(x.shape[0], x.shape[1], *index.shape[1:])
+    values = _gather(flat, index.reshape(index.shape[0], -1)).reshape(x.shape[0], x.shape[1], *index.shape[1:])
     if inside is not None:
         values = values.masked_fill(~inside[:, None], 0.0)
     return values.transpose(1, 2).reshape(-1, x.shape[1], index.shape[2])
+
+
+def _gather(flat: Tensor, index: Tensor) -> Tensor:
+    """Positions `index` (1 or batch, n) of every channel of (batch, channels, positions)."""
+    batch, channels, size = flat.shape
+    if index.shape[0] == 1:
+        return flat.index_select(2, index[0])
+    if torch.are_deterministic_algorithms_enabled():  # the gradient of gather adds up in any order on a GPU
+        at = index + torch.arange(batch, device=index.device)[:, None] * size
+        return flat.mT.reshape(-1, channels).index_select(0, at.flatten()).reshape(batch, -1, channels).mT
+    return flat.gather(2, index[:, None].expand(-1, channels, -1))
 
 
 def _indices(phase: Phase, sample: Sample, padding_mode: str) -> tuple[Tensor, Tensor | None]:

@@ -46,7 +46,7 @@ class Settings:
 
     scale: Scale = "none"
     block: int | None = None
-    shared: bool = True
+    shared: bool = False
     solver: Solver = "newton"
     steps: int = 3
     eps: float = 1e-5

@@ -134,7 +134,7 @@ def assemble_phases(
         k = len(index)
         mean[index] = mean_p.reshape(g, channels, k).permute(2, 0, 1)
         share[index] = share_p
-        phase_of[index] = number
+        phase_of.index_fill_(0, index, number)
         block = (cov_p * share_p).reshape(g, channels, k, channels, k)
         within[index[:, None], index[None, :]] = block.permute(2, 4, 0, 1, 3)
     # Rows of phase p have mean m_p in their own columns and 0 elsewhere: the covariance of those means.
