@@ -227,6 +227,17 @@ def test_no_features_is_no_error() -> None:
     assert layer(torch.zeros(2, 0)).shape == (2, 3)
 
 
+def test_no_outputs_is_no_error() -> None:
+    with pytest.warns(UserWarning, match="zero-element"):
+        layer = ndpp.Linear(4, 0)
+    assert layer(torch.randn(5, 4)).shape == (5, 0)
+
+
+def test_call_errors_name_the_layer_and_what_it_saw() -> None:
+    with pytest.raises(RuntimeError, match=r"ndpp.Conv2d\(3, 2, kernel_size=\(3, 3\).*shape \(2, 4, 8, 8\).*channels"):
+        ndpp.Conv2d(3, 2, 3)(torch.randn(2, 4, 8, 8))
+
+
 def test_construction_errors_say_what_came_and_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"ndpp.Linear\(in_features=3.*ndpp.Settings or None; got 'paper'"):
         ndpp.Linear(3, 2, settings="paper")

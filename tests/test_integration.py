@@ -111,7 +111,31 @@ def test_compiled_evaluation_and_masks() -> None:
             torch.testing.assert_close(fast(x), layer(x))
 
 
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_compiled_batches_of_other_sizes(dynamic: bool | None) -> None:
+    """The last batch of an epoch: another graph, not an error and not a hang."""
+    torch._dynamo.reset()
+    layer = ndpp.Conv2d(3, 8, 3, padding=1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for batch in (32, 20, 32, 9):
+        y = compiled(torch.randn(batch, 3, 16, 16))
+        y.sum().backward()
+        assert y.shape[0] == batch
+    assert layer.num_batches_tracked == 4
+
+
+def _counts_twice_itself() -> bool:
+    """Older torch runs the side effects of a compiled, checkpointed region twice, BatchNorm's too."""
+    torch._dynamo.reset()
+    norm = nn.BatchNorm1d(3)
+    run = torch.compile(lambda x: checkpoint(norm, x, use_reentrant=False), backend="aot_eager")
+    run(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    return int(norm.num_batches_tracked) != 1
+
+
 def test_compiled_checkpointing() -> None:
+    if _counts_twice_itself():
+        pytest.skip("this torch counts twice")
     torch._dynamo.reset()
     eager, model = make(), make()
     compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="aot_eager")
@@ -159,8 +183,8 @@ def test_autocast_and_grad_scaler_skip_overflowing_steps(dtype: torch.dtype) -> 
             x[0, 0, 0, 0] = torch.inf
         with torch.autocast("cpu", dtype=dtype):
             loss = (model(x) - 1).square().mean()
-        if step == 2 and dtype == torch.bfloat16:
-            continue
+        if not scaler.is_enabled() and not torch.isfinite(loss):
+            continue  # what a loop without a scaler does about a bad batch
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -258,14 +282,6 @@ def test_double_backward() -> None:
     grad.square().sum().backward()
     assert torch.isfinite(layer.weight.grad).all()
     assert layer.weight.grad.abs().max() > 0
-
-
-def test_data_parallel_layers_share_nothing_hidden() -> None:
-    """Two layers of equal settings do not see each other's statistics or caches."""
-    a, b = ndpp.Linear(4, 2), ndpp.Linear(4, 2)
-    a(torch.randn(9, 4) * 3)
-    assert b.num_batches_tracked == 0
-    assert a.settings == b.settings
 
 
 def test_parametrized_weights() -> None:

@@ -1,5 +1,6 @@
 """ndpp.mask: padding takes no part in statistics and scale."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -33,53 +34,50 @@ def test_tokens(scale: Any) -> None:
     torch.testing.assert_close(layer.running_mean, alone.running_mean)
 
 
-@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda **o: ndpp.Conv2d(3, 4, 3, padding=1, **o),
-        lambda **o: ndpp.Conv2d(3, 4, 3, stride=2, padding=1, **o),
-        lambda **o: ndpp.Conv2d(3, 4, 1, **o),
-        lambda **o: ndpp.ConvTranspose2d(3, 4, 2, stride=2, **o),
-    ],
-    ids=["3x3", "3x3 stride 2", "1x1", "transposed"],
-)
-def test_images_of_different_sizes(build: Any, scale: Any) -> None:
-    """Images padded with zeros at the right and bottom: the statistics of the images, one by one."""
-    settings = Settings(rows=None, scale=scale, momentum=None)
-    sizes = [(8, 6), (4, 8), (6, 4)]
-    images = [torch.randn(1, 3, *s, dtype=torch.float64) + 1 for s in sizes]
-    batch = torch.zeros(3, 3, 8, 8, dtype=torch.float64)
-    valid = torch.zeros(3, 8, 8, dtype=torch.bool)
+BUILDS = {
+    "3x3": lambda **o: ndpp.Conv2d(3, 4, 3, padding=1, **o),
+    "3x3 stride 2": lambda **o: ndpp.Conv2d(3, 4, 3, stride=2, padding=1, **o),
+    "3x3 grouped": lambda **o: ndpp.Conv2d(3, 6, 3, padding=1, groups=3, **o),
+    "1x1": lambda **o: ndpp.Conv2d(3, 4, 1, **o),
+    "transposed": lambda **o: ndpp.ConvTranspose2d(3, 4, 2, stride=2, **o),
+    "network": lambda **o: nn.Sequential(
+        ndpp.Conv2d(3, 4, 3, stride=2, padding=1, **o), nn.ReLU(), ndpp.Conv2d(4, 4, 3, stride=2, padding=1, **o)
+    ),
+}
+
+
+def padded_batch(images: list[torch.Tensor], size: int, fill: float) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = torch.full((len(images), 3, size, size), fill, dtype=torch.float64)
+    valid = torch.zeros(len(images), size, size, dtype=torch.bool)
     for i, image in enumerate(images):
         batch[i, :, : image.shape[2], : image.shape[3]] = image[0]
         valid[i, : image.shape[2], : image.shape[3]] = True
-    layer, alone = build(dtype=torch.float64, settings=settings), build(dtype=torch.float64, settings=settings)
-    outputs = [alone(image) for image in images]  # one step: kept alive, so they merge
+    return batch, valid
+
+
+@pytest.mark.parametrize("fill", [0.0, 1e3, torch.nan])
+@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_images_of_different_sizes(build: str, scale: Any, fill: float) -> None:
+    """Padded images give the statistics and the outputs that they give one by one, whatever the padding holds."""
+    options: dict[str, Any] = {"dtype": torch.float64, "settings": Settings(rows=None, scale=scale)}
+    layer, alone = BUILDS[build](**options), BUILDS[build](**options)
+    images = [torch.randn(1, 3, *s, dtype=torch.float64) + 1 for s in [(8, 8), (4, 8), (8, 4)]]
+    batch, valid = padded_batch(images, 8, fill)
+    with ndpp.mask(valid):
+        layer(batch)
+    if build != "network":  # there, the second layer's input depends on the batch of the first
+        outputs = [alone(image) for image in images]  # kept alive: one step, so they merge
+        assert len(outputs) == 3
+        assert alone.num_batches_tracked == 1
+        torch.testing.assert_close(layer.running_mean, alone.running_mean)
+        torch.testing.assert_close(layer.running_cov, alone.running_cov)
+    layer.eval()
     with ndpp.mask(valid):
         y = layer(batch)
-    assert y.shape[0] == 3
-    assert len(outputs) == 3
-    assert alone.num_batches_tracked == 1
-    torch.testing.assert_close(layer.running_mean, alone.running_mean)
-    torch.testing.assert_close(layer.running_cov, alone.running_cov)
-
-
-def test_masks_follow_a_network_down() -> None:
-    """One image mask serves all resolutions and the pooled head."""
-    net = nn.Sequential(
-        ndpp.Conv2d(3, 4, 3, stride=2, padding=1),
-        nn.ReLU(),
-        ndpp.Conv2d(4, 4, 3, stride=2, padding=1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        ndpp.Linear(4, 2),
-    )
-    valid = torch.zeros(3, 13, 16, dtype=torch.bool)
-    valid[:2, :9, :] = True
-    with ndpp.mask(valid):
-        net(torch.randn(3, 3, 13, 16)).sum().backward()
-    assert all(m.num_batches_tracked == 1 for m in net if hasattr(m, "num_batches_tracked"))
+    for padded, image in zip(y, images, strict=True):
+        want = layer(image)[0]
+        torch.testing.assert_close(padded[:, : want.shape[1], : want.shape[2]], want)
 
 
 def test_all_padding_leaves_no_trace() -> None:
@@ -122,11 +120,67 @@ def test_only_boolean_tensors_are_masks(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_needs_the_mask_again(reentrant: bool) -> None:
+def test_checkpointing_with_the_mask_inside(reentrant: bool) -> None:
+    """The context inside the checkpointed function is there again, whatever happened in between."""
+    layer = ndpp.Linear(4, 2, dtype=torch.float64, settings=Settings(rows=None))
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    one, other = torch.arange(6) < 4, torch.arange(6) > 2
+
+    def block(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        with ndpp.mask(valid):
+            return layer(x)
+
+    sum(block(x, valid).square().sum() for valid in (one, other)).backward()
+    want, x.grad = x.grad, None
+    outputs = [checkpoint(block, x, valid, use_reentrant=reentrant) for valid in (one, other)]
+    layer(x)
+    sum(y.square().sum() for y in outputs).backward()
+    torch.testing.assert_close(x.grad, want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_notices_another_mask(reentrant: bool) -> None:
     layer = ndpp.Linear(4, 2)
     x, valid = torch.randn(6, 4, requires_grad=True), torch.arange(6) < 4
     with ndpp.mask(valid):
-        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
-        y = checkpoint(layer, x, use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match="call backward inside the context"):
-        y.sum().backward()
+        outside = checkpoint(layer, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"enter ndpp.mask inside the function"):
+        outside.sum().backward()
+    with ndpp.mask(torch.ones(6, dtype=torch.bool)):
+        with ndpp.mask(valid):
+            inner = checkpoint(layer, x, use_reentrant=reentrant)
+        with pytest.raises(RuntimeError, match=r"enter ndpp.mask inside the function"):
+            inner.sum().backward()
+
+
+def test_threads_have_their_own_masks() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ndpp.mask(torch.zeros(5, dtype=torch.bool)):
+            entered.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(20)
+    layer = ndpp.Linear(4, 2)
+    layer(torch.randn(7, 4))
+    layer(torch.randn(5, 4))
+    leave.set()
+    thread.join()
+    assert layer.num_batches_tracked == 2
+
+
+def test_token_masks_are_not_stretched() -> None:
+    with ndpp.mask(torch.ones(2, 10, dtype=torch.bool)), pytest.raises(ValueError, match=r"positions \(2, 11\)"):
+        ndpp.Linear(4, 3)(torch.randn(2, 11, 4))
+
+
+def test_a_mask_of_whole_samples() -> None:
+    layer, alone = (ndpp.Conv2d(2, 3, 3, settings=Settings(rows=None)) for _ in range(2))
+    x = torch.randn(4, 2, 6, 6)
+    with ndpp.mask(torch.tensor([True, False, True, True])):
+        layer(x)
+    alone(x[[0, 2, 3]])
+    torch.testing.assert_close(layer.running_cov, alone.running_cov)

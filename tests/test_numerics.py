@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import ndpp
 from cases import BY_LAYER, CASES, Case
 from ndpp import Settings
-from oracles import as_rows, layer_output
+from oracles import as_rows, covariance, data_matrix, layer_output, sample_scale
 
 SOLVERS = {
     "newton": Settings(rows=None),
@@ -72,18 +72,13 @@ def test_autocast(name: str, scale: Any, dtype: torch.dtype) -> None:
         y = layer(x)
         assert y.dtype == dtype
     assert layer.running_cov.dtype == torch.float32
-    assert relative(layer.running_cov, _covariance_alone(case, scale, x)) < 1e-5  # statistics do not see the cast
+    rows = data_matrix(layer, sample_scale(x.double(), scale, name == "Linear"))[0].flatten(1)
+    assert relative(layer.running_cov[0], covariance(rows)[1]) < 1e-5  # statistics do not see the cast
     assert relative(y.detach(), want["output"]) < 0.05
     y.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in layer.parameters())
     with torch.autocast("cpu", dtype=dtype):
         assert layer(x.to(dtype)).dtype == dtype
-
-
-def _covariance_alone(case: Case, scale: Any, x: Tensor) -> Tensor:
-    layer = case.build(Settings(rows=None, scale=scale))
-    layer(x)
-    return layer.running_cov
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,13 +149,26 @@ def test_mean_far_above_deviation(ratio: float) -> None:
     assert relative(got["dweight"], want["dweight"]) < 1e-2
 
 
-def test_float16_range_with_scale_in_the_epilogue() -> None:
-    """Activations of 1e4 would overflow float16 if the gain came only after the product."""
-    layer = ndpp.Linear(256, 8, settings=Settings(rows=None, scale="l1"))
-    x = torch.randn(64, 256) * 2e4
+@pytest.mark.parametrize("scale", ["l1", "std", "standardize"])
+@pytest.mark.parametrize("factor", [1e-8, 1e-3, 2e4, 1e9])
+def test_float16_samples_of_other_scales_do_not_disturb(scale: Any, factor: float) -> None:
+    """The product of unscaled samples would leave the range of float16, and so would a gain common to the batch."""
+    layer = ndpp.Linear(64, 8, settings=Settings(rows=None, scale=scale))
+    x = torch.randn(16, 64)
+    layer(x)
+    layer.eval()
+    uneven = x.clone()
+    uneven[4:] *= factor
     with torch.autocast("cpu", dtype=torch.float16):
-        y = layer(x.clamp(-6e4, 6e4).half())
-    assert torch.isfinite(y).all()
+        got, want = layer(uneven), layer(x)
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=1e-2)
+
+
+def test_denormal_inputs() -> None:
+    for scale in ("l1", "std", "standardize"):
+        layer = ndpp.Linear(4, 3, settings=Settings(rows=None, scale=scale))
+        values = gradients(layer, torch.randn(16, 4) * 1e-40)
+        assert all(torch.isfinite(v).all() for v in values.values()), scale
 
 
 def test_double_precision_end_to_end() -> None:

@@ -6,6 +6,7 @@ import inspect
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ndpp import Settings
@@ -22,6 +23,8 @@ def test_presets() -> None:
     assert exact.block is not None
     assert exact.block > 1e6
     assert Settings.paper(scale="l1").scale == "l1"
+    assert Settings.paper(rows=100).stride is None
+    assert Settings(block=np.int64(4), eps=np.float32(0.5)).block == 4
 
 
 def test_frozen_keyword_only_hashable_and_copyable() -> None:

@@ -63,6 +63,14 @@ def test_running_average_is_debiased(momentum: float | None) -> None:
     assert layer.num_batches_tracked == 5
 
 
+@pytest.mark.parametrize("momentum", [1e-4, 1e-8])
+def test_small_momentum_starts_unbiased_in_single_precision(momentum: float) -> None:
+    layer = ndpp.Linear(4, 3, settings=EXACT.replace(momentum=momentum))
+    x = torch.randn(64, 4) + 10
+    layer(x)
+    torch.testing.assert_close(layer.running_mean[0], x.mean(0))
+
+
 def test_calls_of_one_step_count_as_one_batch() -> None:
     """A head on several pyramid levels: moments merge as if the rows had come together, level sizes weighing in."""
     torch.manual_seed(3)
@@ -154,7 +162,7 @@ def test_statistics_that_overflow_are_not_stored() -> None:
 def test_an_error_in_the_layer_leaves_the_statistics_alone() -> None:
     layer = ndpp.Linear(4, 3, settings=EXACT)
     before = buffers(layer)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"ndpp.Linear\(in_features=4.*shape \(5, 4\), torch.float64"):
         layer(torch.ones(5, 4, dtype=torch.float64))  # wrong dtype, as in torch.nn
     assert_same_buffers(before, buffers(layer))
 
@@ -201,6 +209,24 @@ def test_evaluation_root_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     layer(x).sum().backward()
     assert len(calls) == 1
     torch.testing.assert_close(layer(x), first)
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+@pytest.mark.parametrize("change", ["weight", "bias", "settings"])
+def test_evaluation_follows_weights_and_settings(change: str, no_grad: bool) -> None:
+    x, layer = batches(1)[0], linear()
+    layer(batches(2)[1]).sum().backward()
+    layer.eval()
+    with torch.set_grad_enabled(not no_grad):
+        stale = layer(x)
+        if change == "settings":
+            layer.settings = layer.settings.replace(eps=100.0)
+        else:
+            with torch.no_grad():
+                getattr(layer, change).add_(1.0)
+        fresh = layer(x)
+        assert not torch.allclose(fresh, stale)
+        torch.testing.assert_close(fresh, copy.deepcopy(layer)(x))
 
 
 @pytest.mark.parametrize("change", ["load", "in place", "to", "deepcopy", "train", "reset", "swap", "pickle"])
@@ -280,6 +306,35 @@ def test_loading_other_blocks_says_what_to_do() -> None:
     a, b = linear(EXACT.replace(block=2)), linear()
     with pytest.raises(RuntimeError, match=r"running_cov.*\(1, 4, 4\).*\(2, 2, 2\).*block and shared"):
         b.load_state_dict(a.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_loading_by_assignment_onto_a_meta_layer(dtype: torch.dtype) -> None:
+    trained = linear().to(torch.float32)
+    trained(torch.randn(9, 4)).sum().backward()
+    state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in trained.state_dict().items()}
+    with torch.device("meta"):
+        layer = ndpp.Linear(4, 3, settings=EXACT)
+    layer.load_state_dict(state, assign=True)
+    assert layer.weight.dtype == dtype
+    assert layer.running_cov.dtype == torch.float32
+    layer(torch.randn(9, 4, dtype=dtype)).sum().backward()
+    assert layer.num_batches_tracked == 2
+
+
+def test_an_unusable_first_batch_is_served_by_the_stock_layer() -> None:
+    layer = ndpp.Linear(64, 4, settings=EXACT)
+    x = torch.randn(8, 64)
+    x[0, 0] = math.nan
+    torch.testing.assert_close(layer(x)[1:], nn.functional.linear(x, layer.weight, layer.bias)[1:])
+
+
+def test_raising_looks_at_the_whole_input() -> None:
+    layer = ndpp.Conv2d(3, 2, 1, settings=Settings(rows=16, nonfinite="raise"))
+    x = torch.randn(4, 3, 32, 32)
+    x[1, 2, 3, 4] = math.nan
+    with pytest.raises(FloatingPointError, match="NaN or Inf"):
+        layer(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

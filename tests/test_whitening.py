@@ -167,7 +167,7 @@ def test_products_per_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count == 12
 
 
-@pytest.mark.parametrize("condition", [1e1, 1e2, 1e3])
+@pytest.mark.parametrize("condition", [1e2, 1e3, 1e4])
 def test_minimax_beats_newton_at_equal_products(condition: float) -> None:
     a = spd(1, 32, condition)
     eye = torch.eye(32, dtype=a.dtype)
@@ -176,7 +176,7 @@ def test_minimax_beats_newton_at_equal_products(condition: float) -> None:
         d = w.inverse_sqrt(a, solver=solver, steps=5)[0]
         return float((d @ a[0] @ d - eye).norm() / 32**0.5)
 
-    assert error("minimax") < max(error("newton"), 0.03)
+    assert error("minimax") < 0.6 * error("newton")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])

@@ -43,7 +43,6 @@ class Decorrelated(RunningMoments):
         self.settings = settings if settings is not None else Settings()
         block = self.settings.block if self.settings.block is not None else self._default_block
         self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
-        self._masked = False
         self._register_moments(self.weight.device, self.weight.dtype)
 
     def reset_parameters(self) -> None:
@@ -58,67 +57,86 @@ class Decorrelated(RunningMoments):
     def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
         valid = self._valid(x)
+        narrow = _runs_in_float16(x)
         with _no_autocast(x.device.type):
-            x, gain = self._scaled(x, valid)
+            x, gain = self._scaled(x, valid, narrow)
             batch, awaits_backward = None, False
             if self.training and not self.settings.freeze and x.numel() > 0:
+                if self.settings.nonfinite == "raise":
+                    x = self._finite(x, valid)
                 phases = [phase for phase in grid.phases if grid.positions(phase)]
                 batch = self._batch_moments([self._rows(x, gain, grid, phase, valid) for phase in phases])
                 stats = self._usable(batch)
-                weight, bias, gain = self._folded(stats, self._solve(stats), gain)
+                weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit)
                 if not _is_recomputation():
                     bias, awaits_backward = self._end_step_after(bias)
             else:
-                weight, bias, gain = self._folded(*self._evaluation_moments(), gain)
+                weight, bias = self._evaluation_weight()
         if gain is None:
-            y = operation(x, weight, bias)
+            y = self._call(operation, x, weight, bias)
         else:
-            y = operation(x, weight, None)
+            y = self._call(operation, x, weight, None)
             y = (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
             self._observe(batch, awaits_backward)
         return y
 
+    def _call(self, operation: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
+        """A stock operation, whose own errors come under the name of this layer."""
+        if torch.compiler.is_compiling():
+            return operation(x, *arguments)
+        try:
+            return operation(x, *arguments)
+        except Exception as error:
+            if type(error) not in (RuntimeError, ValueError, TypeError, IndexError):
+                raise
+            seen = f"input of shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
+            raise type(error)(f"{self._label}: {seen}: {error}") from error
+
     def _valid(self, x: Tensor) -> Tensor | None:
-        """The mask for this input, checked to be there again when a checkpointed layer is run again."""
+        """The mask for this input, checked to be a known one when a checkpointed layer is run again."""
         valid = masking.active()
         if not torch.compiler.is_compiling():
-            if valid is None and self._masked and _is_recomputation():
+            if not _is_recomputation():
+                self._masks.append(valid)
+            elif not any(masking.same(valid, known) for known in self._masks):
                 raise RuntimeError(
-                    f"{self._label}: activation checkpointing runs this layer again outside the ndpp.mask it "
-                    "first ran in; call backward inside the context"
+                    f"{self._label}: activation checkpointing runs this layer again, and not under the ndpp.mask it "
+                    "first ran under; enter ndpp.mask inside the function that is checkpointed"
                 )
-            self._masked = valid is not None
         if valid is None:
             return None
         try:
-            return masking.fit(valid, x.shape[0], tuple(x.shape[2:])).to(x.device)
+            resample = not self._per_row_scale or x.dim() > 3
+            return masking.fit(valid, x.shape[0], tuple(x.shape[2:]), resample).to(x.device)
         except ValueError as error:
             raise ValueError(f"{self._label}: {error}") from None
 
     # --- S ---
 
-    def _scaled(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A gain for the output where scale commutes with the layer; the standardized input where it does not."""
+    def _scaled(self, x: Tensor, valid: Tensor | None, narrow: bool) -> tuple[Tensor, Tensor | None]:
+        """The input, and a gain for the output where scale commutes with the layer and its range allows."""
+        inside = None if valid is None or self._per_row_scale else valid[:, None]
+        if inside is not None:  # the layer pads with zeros, and so must batching: a sample is what it is alone
+            x = torch.where(inside, x, 0.0)
         mode = self.settings.scale
         if mode == "none" or x.numel() == 0:
             return x, None
         dim = (1,) if self._per_row_scale else tuple(range(1, x.dim()))
-        inside = None if valid is None or self._per_row_scale else valid[:, None]
         center, gain = whitening.sample_scale(x, mode, dim, inside)
-        if mode != "standardize":
+        if mode != "standardize" and not narrow:
             return x, gain
-        standardized = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
-        # The layer pads with zeros, and so must what batching padded: a sample is the same alone and in a batch.
-        return (standardized if inside is None else torch.where(inside, standardized, 0.0)), None
+        scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
+        return (scaled if inside is None else torch.where(inside, scaled, 0.0)), None
 
     # --- μ and Cov ---
 
     def _rows(self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None) -> Rows:
         """The rows of S·X in one phase that this call looks at."""
         positions = x.shape[0] * grid.positions(phase)
-        of_all = positions / (x.shape[0] * sum(map(grid.positions, grid.phases)))
-        rows = self.settings.rows and max(round(self.settings.rows * of_all), 1)
+        rows = self.settings.rows
+        if rows is not None and len(grid.phases) > 1:  # each phase has its share
+            rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
         stride = None if self._per_row_scale else self.settings.stride
         sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), x.device)
         taps = grid.taps(phase, x.device)
@@ -169,14 +187,18 @@ class Decorrelated(RunningMoments):
         """A unit near the magnitude of the rows, and whether they are finite."""
         peak = torch.stack([rows.values.detach().abs().amax() for rows in used]).amax()
         finite = torch.isfinite(peak)
-        if self.settings.nonfinite == "raise":
-            message = (
-                f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
-                "Find its source (torch.autograd.detect_anomaly), or set nonfinite='skip' to leave such batches out"
-            )
-            finite = require(finite, message)
         floor = max(math.sqrt(self.settings.eps), whitening.SMALLEST_UNIT)
         return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
+
+    def _finite(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """The input, or FloatingPointError where data in it is not finite."""
+        fine = torch.isfinite(x.detach())
+        fine = fine.all() if valid is None else (fine | ~valid[:, None]).all()
+        message = (
+            f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
+            "Find its source (torch.autograd.detect_anomaly), or set nonfinite='skip' to leave such batches out"
+        )
+        return torch.where(require(fine, message), x, x)  # used, so that compilers keep the check
 
     def _usable(self, batch: Moments) -> Moments:
         """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
@@ -185,22 +207,37 @@ class Decorrelated(RunningMoments):
 
     # --- D·W ---
 
-    def _folded(self, stats: Moments, d: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """D·W, b - μ·D·W, and the gain; the usual gain goes with the weight, so that half precision holds y."""
+    def _folded(self, d: Tensor, mean: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """D·W and b - μ·D·W, in the dtype of the weight."""
         groups, taps = self.layout.groups, self.layout.taps
         matrix = weight_matrix(self.weight.to(d.dtype), groups, self._transposed)
         folded, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
-        for d_part, mean, weight in self.layout.split(d, stats.mean, matrix):
-            product, constant = whitening.fold(d_part, mean, weight)
+        for d_part, mean_part, weight in self.layout.split(d, mean, matrix):
+            product, constant = whitening.fold(d_part, mean_part, weight)
             folded.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
             shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
-        typical = stats.unit.reciprocal()
-        if gain is not None:
-            usual = torch.where(gain > 0, gain, 1.0).detach().log().mean().exp()
-            typical, gain = typical * usual, gain / usual
-        weight = matrix_weight(torch.cat(folded, 1) * typical, self.weight, self._transposed)
+        weight = matrix_weight(torch.cat(folded, 1) / unit, self.weight, self._transposed)
         bias = -shift.flatten() if self.bias is None else self.bias.to(d.dtype) - shift.flatten()  # type: ignore[operator]
-        return weight.to(self.weight.dtype), bias.to(self.weight.dtype), gain
+        return weight.to(self.weight.dtype), bias.to(self.weight.dtype)
+
+    def _evaluation_weight(self) -> tuple[Tensor, Tensor]:
+        """The same from the running moments; kept, with their D, for as long as nothing it comes from changes."""
+        buffers = (self.running_mean, self.running_cov, self.num_batches_tracked)
+        root = self._cached("root", buffers, self._solve_running)
+        if torch.is_grad_enabled():
+            return self._folded(*root)
+        bias: Any = self.bias
+        folded: tuple[Tensor, Tensor] = self._cached(
+            "weight", (*buffers, self.weight, bias), lambda: self._folded(*root)
+        )
+        return folded
+
+
+def _runs_in_float16(x: Tensor) -> bool:
+    """Whether the stock operation will compute in float16, whose range a gain after the product could leave."""
+    kind = x.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    return x.dtype == torch.float16 or autocast
 
 
 def _is_recomputation() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,7 +134,11 @@ def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -
     counts = [axis.count for axis in phase]
     if stride is not None:
         return (batch, *(-(-count // stride) for count in counts))
-    if rows is None or batch * math.prod(counts) <= rows:
+    if rows is None:
+        return (batch, *counts)
+    # A compiler that takes the sizes for symbols must not carry them through what follows: one graph for each size.
+    batch, counts = operator.index(batch), [operator.index(count) for count in counts]
+    if batch * math.prod(counts) <= rows:
         return (batch, *counts)
     if rows <= batch:
         return (rows, *(1 for _ in counts))
@@ -326,7 +331,8 @@ class Layout:
 
 def weight_matrix(weight: Tensor, groups: int, transposed: bool) -> Tensor:
     """(groups, channels, taps, outputs) of a weight (out, in, *kernel), or (in, out, *kernel) when transposed."""
-    grouped = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    taps = math.prod(weight.shape[2:])
+    grouped = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], taps)
     return grouped.permute(0, 1, 3, 2) if transposed else grouped.permute(0, 2, 3, 1)
 
 

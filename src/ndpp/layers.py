@@ -41,8 +41,8 @@ class Linear(Decorrelated, nn.Linear):
         self._setup(settings, groups=1, channels=in_features, kernel=())
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() == 0 or input.shape[-1] != self.in_features or self.in_features == 0:
-            return nn.Linear.forward(self, input)  # torch.nn's own error
+        if input.dim() == 0 or input.shape[-1] != self.in_features or self.weight.numel() == 0:
+            return self._call(super().forward, input)  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
         y = self._forward(x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear).movedim(1, -1)
         return y[0] if input.dim() == 1 else y
@@ -80,7 +80,7 @@ class _Conv(Decorrelated, _ConvNd):
     def forward(self, input: Tensor) -> Tensor:
         if not self._accepts(input):
             stock: Any = super()
-            return stock.forward(input)  # type: ignore[no-any-return]  # torch.nn's own error
+            return self._call(stock.forward, input)  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
         grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
         y = self._forward(x, grid, self._conv_forward)
@@ -93,7 +93,7 @@ class _Conv(Decorrelated, _ConvNd):
     def _accepts(self, input: Tensor) -> bool:
         """Whether torch.nn would take this input; what it would not take is left to it, for its own error."""
         n = len(self.kernel_size)
-        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.in_channels == 0:
+        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.weight.numel() == 0:
             return False
         sizes, pairs = input.shape[-n:], self._padding_pairs()
         grid = conv_grid(sizes, self.kernel_size, self.stride, pairs, self.dilation)
@@ -144,15 +144,15 @@ class _ConvTranspose(Decorrelated, _ConvTransposeNd):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         stock: Any = super()
         n = len(self.kernel_size)
-        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.in_channels == 0:
-            return stock.forward(input, output_size)  # type: ignore[no-any-return]  # torch.nn's own error
+        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.weight.numel() == 0:
+            return self._call(stock.forward, input, output_size)  # torch.nn's own error
         padding: Any = self.padding
         find_extra: Any = self._output_padding
         extra = find_extra(input, output_size, self.stride, padding, self.kernel_size, n, self.dilation)
         x = input if input.dim() == n + 2 else input[None]
         grid = transposed_grid(x.shape[2:], self.kernel_size, self.stride, padding, self.dilation, extra)
         if not any(grid.positions(phase) for phase in grid.phases) or 0 in x.shape[2:]:
-            return stock.forward(input, output_size)  # type: ignore[no-any-return]  # its error again
+            return self._call(stock.forward, input, output_size)
         operation: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
 
         def transpose(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 
-class _Active:
-    """The mask in force. Process-wide, not per thread: autograd runs checkpointed layers again on its own threads."""
+class _Active(threading.local):
+    """The mask in force in this thread."""
 
     valid: Tensor | None = None
+
+
+_active = _Active()
 
 
 @contextmanager
@@ -22,28 +26,35 @@ def mask(valid: Tensor | None) -> Iterator[None]:
     Args:
         valid: boolean, True for data and False for padding. Tokens: (batch, time), for Linear inputs (batch, time,
             features) or (batch·time, features) and for Conv1d inputs. Images: (batch, height, width), at any
-            resolution: feature maps of another size take the nearest positions. Inputs of shape (batch, features)
-            drop samples that are padding altogether. None switches an outer mask off.
+            resolution: feature maps of another size take the nearest positions. (batch,) marks whole samples. Inputs
+            of shape (batch, features) drop samples that are padding altogether. None switches an outer mask off.
 
-    The outputs at padded positions are computed all the same. With activation checkpointing, call backward inside the
-    context: the layers run again there.
+    Convolutions read padding as zeros, as they read their own, so that a sample gives what it gives alone. With
+    activation checkpointing, enter the context inside the function that is checkpointed: it has to be there again.
     """
     if valid is not None and (not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() < 1):
         seen = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise TypeError(f"ndpp.mask: expected a boolean tensor of shape (batch, ...), True where data is; got {seen}")
-    previous, _Active.valid = _Active.valid, valid
+    previous, _active.valid = _active.valid, valid
     try:
         yield
     finally:
-        _Active.valid = previous
+        _active.valid = previous
 
 
 def active() -> Tensor | None:
     """The mask in force, if any."""
-    return _Active.valid
+    return _active.valid
 
 
-def fit(valid: Tensor, batch: int, sizes: tuple[int, ...]) -> Tensor:
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two masks are one; checkpointing may hand over another view of the same memory."""
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def fit(valid: Tensor, batch: int, sizes: tuple[int, ...], resample: bool = True) -> Tensor:
     """The mask for positions (batch, *sizes) of one layer's input."""
     if tuple(valid.shape) == (batch, *sizes):
         return valid
@@ -51,7 +62,10 @@ def fit(valid: Tensor, batch: int, sizes: tuple[int, ...]) -> Tensor:
         return valid.flatten()
     if valid.shape[0] == batch and not sizes:
         return valid.flatten(1).any(1)
-    if valid.shape[0] == batch and valid.dim() == 1 + len(sizes) and min(sizes) > 0 and min(valid.shape[1:]) > 0:
+    if valid.shape == (batch,):
+        return valid.reshape(batch, *(1 for _ in sizes)).expand(batch, *sizes)
+    fits = valid.shape[0] == batch and valid.dim() == 1 + len(sizes)
+    if resample and fits and min(sizes) > 0 and min(valid.shape[1:]) > 0:
         for axis, size in enumerate(sizes, start=1):
             valid = valid.index_select(axis, _nearest(valid.shape[axis], size, valid.device))
         return valid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -34,14 +35,16 @@ class Settings:
         steps: iterations of newton and minimax; eigh ignores it.
         eps: ε, added to the diagonal of Cov as it is.
         shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
-        rows: at most this many output positions enter the statistics, drawn anew each call; None = every position.
+        rows: at most this many output positions enter the statistics, drawn anew each call; None = every position. A
+            transposed convolution looks at one position of each phase at least.
         stride: the paper's sampling: every stride-th position along each spatial axis of a convolution; excludes
             ``rows``.
         momentum: weight of the newest step in the running statistics; None = cumulative average.
         sync: share statistics between ranks: True, False or a process group. Accepted and stored, without effect yet.
         freeze: running statistics are not updated, and training uses them too.
-        nonfinite: a batch with NaN or Inf is left out of all statistics (``"skip"``: the running ones serve that
-            batch) or raises FloatingPointError (``"raise"``: costs one device synchronisation per call).
+        nonfinite: a batch with NaN or Inf in the rows looked at is left out of all statistics (``"skip"``: the running
+            ones serve that batch); or NaN or Inf anywhere in it raises FloatingPointError (``"raise"``: costs a pass
+            over the input and a device synchronisation per call).
     """
 
     scale: Scale = "none"
@@ -98,9 +101,8 @@ class Settings:
     @classmethod
     def paper(cls, **changes: Any) -> Settings:
         """Exactly the paper: 5 Newton steps, ε = 1e-5, one shared D, every third position."""
-        return cls(
-            **{"shared": True, "solver": "newton", "steps": 5, "eps": 1e-5, "rows": None, "stride": 3, **changes}
-        )
+        sampling = {"rows": None, "stride": 3} if changes.get("rows") is None else {"stride": None}
+        return cls(**{"shared": True, "solver": "newton", "steps": 5, "eps": 1e-5, **sampling, **changes})
 
     @classmethod
     def exact(cls, **changes: Any) -> Settings:
@@ -109,8 +111,8 @@ class Settings:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ class RunningMoments(nn.Module):
         self.reset_running_stats()
 
     def _forget(self) -> None:
+        """What belongs to this object alone, and neither to its state nor to a copy."""
         self._awaiting: weakref.ref[_Token] | None = None  # the graph of the latest call, while it lives
-        self._evaluation: tuple[tuple[tuple[Tensor, int], ...], Moments, Tensor] | None = None
+        self._masks: deque[Tensor | None] = deque(maxlen=16)  # of recent calls, for those that run again
+        self._cache: dict[str, tuple[Settings, list[tuple[Tensor | None, int]], Any]] = {}
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
@@ -91,9 +94,9 @@ class RunningMoments(nn.Module):
         """Weight of the newest step. An average without a start value: the first step counts fully."""
         t = self.num_batches_tracked.clamp_min(1).to(self.running_mean.dtype)
         momentum = self.settings.momentum
-        if momentum is None:
-            return 1.0 / t
-        return momentum / (1.0 - (1.0 - momentum) ** t)
+        if momentum is None or momentum == 1.0:
+            return 1.0 / t if momentum is None else torch.ones_like(t)
+        return momentum / -torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
 
     def _end_step_after(self, shift: Tensor) -> tuple[Tensor, bool]:
         """Let the backward pass through `shift` end the step that this call belongs to, if there will be one."""
@@ -116,42 +119,45 @@ class RunningMoments(nn.Module):
     # --- evaluation ---
 
     def _running(self) -> Moments:
-        largest = self.running_cov.diagonal(dim1=-2, dim2=-1).amax((0, 1)).sqrt()
+        deviation = self.running_cov.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+        largest = torch.maximum(self.running_mean.abs(), deviation).amax((0, 1))
         unit = largest.clamp_min(max(math.sqrt(self.settings.eps), SMALLEST_UNIT))
-        count = self.num_batches_tracked.to(unit.dtype)
-        return Moments(count, self.running_mean / unit, self.running_cov / unit.square(), unit)
+        tracked = self.num_batches_tracked.to(unit.dtype)
+        return Moments(tracked, self.running_mean / unit, self.running_cov / unit / unit, unit)
+
+    def _cached(self, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Any]) -> Any:
+        """What `compute` gives without a graph, computed again only when a source or the settings are others."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _in_transform():
+            return compute()
+        if any(source is not None and source.is_inference() for source in sources):
+            return compute()  # these keep no version
+        key = [(source, 0 if source is None else source._version) for source in sources]
+        found = self._cache.get(name)
+        if found is None or found[0] is not self.settings or not _same(found[1], key):
+            with torch.no_grad(), torch.inference_mode(False):
+                found = (self.settings, key, compute())
+            self._cache[name] = found
+        return found[2]
 
     @torch.no_grad()
-    def _evaluation_moments(self) -> tuple[Moments, Tensor]:
-        """The running moments and their D, computed once for as long as the buffers stay as they are."""
-        if torch.compiler.is_compiling() or self.running_cov.is_inference():
-            return self._solve_running()
-        key = tuple((b, b._version) for b in (self.running_mean, self.running_cov, self.num_batches_tracked))
-        cached = self._evaluation
-        if cached is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(cached[0], key, strict=True)):
-            with torch.inference_mode(False):
-                cached = (key, *self._solve_running())
-            self._evaluation = cached
-        return cached[1], cached[2]
-
-    def _solve_running(self) -> tuple[Moments, Tensor]:
+    def _solve_running(self) -> tuple[Tensor, Tensor, Tensor]:
         stats = self._running()
-        d = self._solve(stats)
-        # A layer that has seen no data is the stock layer, however few the steps of the solver.
-        identity = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) * stats.unit
-        return stats, torch.where(stats.rows > 0, d, identity)
+        return self._solve(stats), stats.mean, stats.unit
 
     def _solve(self, stats: Moments) -> Tensor:
+        """D of these moments, in their unit. A layer that has seen no data is the stock layer: D = I."""
         s = self.settings
-        return decorrelate(
-            stats, solver=s.solver, steps=s.steps, eps=s.eps, shrinkage=s.shrinkage, widths=self._widths()
-        )
+        d = decorrelate(stats, solver=s.solver, steps=s.steps, eps=s.eps, shrinkage=s.shrinkage, widths=self._widths())
+        identity = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) * stats.unit
+        return torch.where(stats.rows > 0, d, identity)
 
     # --- state ---
 
     def train(self, mode: bool = True) -> RunningMoments:
-        """As in torch.nn. A change of mode drops the cache: a replayed CUDA graph changes buffers unseen by torch."""
-        self._evaluation = None
+        """As in torch.nn. A change of mode drops what was cached: a replayed CUDA graph changes buffers unseen."""
+        if mode != self.training:
+            self._cache = {}
+            self._new_step()
         super().train(mode)
         return self
 
@@ -180,12 +186,30 @@ class RunningMoments(nn.Module):
                     f"{self.settings!r}, got {tuple(given.shape)}; "
                     "build the layer with the block and shared settings of the checkpoint"
                 )
-        self._new_step()
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in ("running_mean", "running_cov"):  # assign=True takes tensors as they are
+            given = self._buffers[name]
+            if given is not None and given.dtype != statistics_dtype(given.dtype):
+                self._buffers[name] = given.to(statistics_dtype(given.dtype))
+        self.step_mean, self.step_cov = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
+        self.step_rows = torch.zeros_like(self.running_mean[0, 0])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Caches stay behind when a layer is copied or pickled."""
-        return {**self.__dict__, "_awaiting": None, "_evaluation": None}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_awaiting", "_masks", "_cache")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._forget()
+        self._new_step()
+
+
+def _same(a: list[tuple[Tensor | None, int]], b: list[tuple[Tensor | None, int]]) -> bool:
+    return all(x is y and v == w for (x, v), (y, w) in zip(a, b, strict=True))
+
+
+def _in_transform() -> bool:
+    """Inside torch.func: tensors made there must not outlive it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Token:
