@@ -61,21 +61,17 @@ def sample_scale(x: Tensor, mode: str, dim: tuple[int, ...], valid: Tensor | Non
 
     if mode == "l1":
         size = mean(x.abs())
-        return torch.zeros_like(size), _gain(size)
+        return torch.zeros_like(size), _reciprocal(size, where=size > torch.finfo(size.dtype).tiny)
     unit = magnitude(x, dim).clamp_min(SMALLEST_UNIT)
     z = x / unit
     center, power = mean(z), mean(z.square())
     # A spread below the rounding of the data is none. The floor is relative, so that scale invariance stays exact.
     floor = (8 * torch.finfo(z.dtype).eps) ** 2 * power
     variance = torch.maximum(mean((z - center).square()), floor)
-    present = power > 0
-    gain = _gain(torch.where(present, torch.where(present, variance, 1.0).sqrt() * unit, 0.0))
+    deviation = torch.where(power > 0, variance, 1.0).sqrt()
+    present = (power > 0) & (deviation * unit > torch.finfo(z.dtype).tiny)  # 1/σ is beyond the dtype otherwise
+    gain = _reciprocal(deviation, where=present) / unit  # in this order: 1/σ² of the gradient stays in range, too
     return (center * unit if mode == "standardize" else torch.zeros_like(center)), gain
-
-
-def _gain(size: Tensor) -> Tensor:
-    """1/size, and 0 where that is beyond the dtype."""
-    return _reciprocal(size, where=size > torch.finfo(size.dtype).tiny)
 
 
 def _reciprocal(size: Tensor, where: Tensor) -> Tensor:
