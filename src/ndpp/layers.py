@@ -79,12 +79,16 @@ class _Conv(Decorrelated, _ConvNd):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._accepts(input):
-            stock: Any = super()
-            return self._call(stock.forward, input)  # torch.nn's own error
+            return self._call(self._stock_forward, input)  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
         grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
         y = self._forward(x, grid, self._conv_forward)
         return y if input.dim() == x.dim() else y[0]
+
+    def _stock_forward(self, input: Tensor) -> Tensor:
+        stock: Any = super()
+        y: Tensor = stock.forward(input)
+        return y
 
     def _padding_pairs(self) -> list[tuple[int, int]]:
         flat: Sequence[int] = self._reversed_padding_repeated_twice  # 'same' and 'valid' are numbers here
@@ -142,25 +146,29 @@ class _ConvTranspose(Decorrelated, _ConvTransposeNd):
         self._setup(settings, groups, in_channels, self.kernel_size)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        stock: Any = super()
         n = len(self.kernel_size)
         if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.weight.numel() == 0:
-            return self._call(stock.forward, input, output_size)  # torch.nn's own error
+            return self._call(self._stock_forward, input, output_size)  # torch.nn's own error
         padding: Any = self.padding
         find_extra: Any = self._output_padding
         extra = find_extra(input, output_size, self.stride, padding, self.kernel_size, n, self.dilation)
         x = input if input.dim() == n + 2 else input[None]
         grid = transposed_grid(x.shape[2:], self.kernel_size, self.stride, padding, self.dilation, extra)
         if not any(grid.positions(phase) for phase in grid.phases) or 0 in x.shape[2:]:
-            return self._call(stock.forward, input, output_size)
+            return self._call(self._stock_forward, input, output_size)
         operation: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
 
         def transpose(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y: Tensor = operation(x, weight, bias, self.stride, self.padding, extra, self.groups, self.dilation)
+            y: Tensor = operation(x, weight, bias, self.stride, padding, extra, self.groups, self.dilation)
             return y
 
         y = self._forward(x, grid, transpose)
         return y if input.dim() == x.dim() else y[0]
+
+    def _stock_forward(self, input: Tensor, output_size: list[int] | None) -> Tensor:
+        stock: Any = super()
+        y: Tensor = stock.forward(input, output_size)
+        return y
 
 
 class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 
-class _Active(threading.local):
+class _OfThread(threading.local):
     """The mask in force in this thread."""
 
     valid: Tensor | None = None
 
 
-_active = _Active()
+class _OfCompiled:
+    """The mask in force for compiled code, which cannot read what belongs to a thread: the one entered last."""
+
+    valid: Tensor | None = None
+
+
+_thread = _OfThread()
 
 
 @contextmanager
@@ -35,16 +41,17 @@ def mask(valid: Tensor | None) -> Iterator[None]:
     if valid is not None and (not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() < 1):
         seen = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise TypeError(f"ndpp.mask: expected a boolean tensor of shape (batch, ...), True where data is; got {seen}")
-    previous, _active.valid = _active.valid, valid
+    previous = _thread.valid
+    _thread.valid = _OfCompiled.valid = valid
     try:
         yield
     finally:
-        _active.valid = previous
+        _thread.valid = _OfCompiled.valid = previous
 
 
 def active() -> Tensor | None:
     """The mask in force, if any."""
-    return _active.valid
+    return _OfCompiled.valid if torch.compiler.is_compiling() else _thread.valid
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
