@@ -8,10 +8,13 @@ scale (it does not say which statistic σ₁ is): forward alone, batch 16, on a 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import time
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -104,6 +107,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--backward", action="store_true", help="time forward and backward")
     parser.add_argument("--layers", default="0,1,2,3,4", help="which columns of the table, from 0")
+    parser.add_argument("--out", type=Path, help="append one JSON line per layer to this file")
     parser.add_argument("--shrink", type=int, default=1, help="divide image sides by this, for a quick look")
 
 
@@ -120,5 +124,12 @@ def main(options: argparse.Namespace) -> None:
             sizes = {**layer.__dict__, "size": tuple(side // options.shrink for side in layer.size)}
             layer = Layer(**sizes)
         plain, spread, added = measure(layer, options.batch, options.repeats, options.backward)
+        if options.out:
+            record = {"layer": str(layer), "plain_ms": plain, "iqr_percent": spread, "added_percent": added}
+            record |= {"batch": options.batch, "backward": options.backward, "threads": torch.get_num_threads()}
+            record |= {"torch": torch.__version__, "ndpp": ndpp.__version__, "machine": platform.machine()}
+            record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            with options.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
         cells = (f"{percent:>+10.1f}% ({layer.paper_percent(name in SCALED):5.1f}%)" for name, percent in added.items())
         print(f"{layer!s:<28}{plain:>10.1f}{spread:>6.0f}%" + "".join(cells), flush=True)

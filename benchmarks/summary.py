@@ -20,14 +20,17 @@ def read(files: Sequence[Path]) -> list[Record]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
 
 
-def render(records: Sequence[Record]) -> str:
-    """Runs that differ in anything but the seed are never averaged together."""
+def grouped(records: Sequence[Record]) -> list[list[Record]]:
+    """Best first. Runs that differ in anything but the seed are never averaged together."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         same = {name: record[name] for name in SAME}
         groups[json.dumps(same, sort_keys=True)].append(record)
-    ordered = sorted(groups.values(), key=lambda group: -_mean([r["final_accuracy"] for r in group]))
-    return _columns([HEADER, *(_row(group) for group in ordered)])
+    return sorted(groups.values(), key=lambda group: -_mean([r["final_accuracy"] for r in group]))
+
+
+def render(records: Sequence[Record]) -> str:
+    return _columns([HEADER, *(_row(group) for group in grouped(records))])
 
 
 def _row(group: list[Record]) -> tuple[str, ...]:
@@ -70,9 +73,19 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
+def markdown(records: Sequence[Record]) -> str:
+    """The same for a page of documentation, without times: those of runs that share a device mean little."""
+    kept = [HEADER.index(name) for name in ("config", "seeds", "final %", "± std", "epoch 1", "epoch 3", "train loss")]
+    rows = [HEADER, *(_row(group) for group in grouped(records))]
+    lines = ["| " + " | ".join(row[i] for i in kept) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(kept) + "|", *lines[1:]])
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--markdown", action="store_true", help="as a table for the documentation")
 
 
 def main(options: argparse.Namespace) -> None:
-    print(render(read(options.files)))
+    records = read(options.files)
+    print(markdown(records) if options.markdown else render(records))

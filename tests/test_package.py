@@ -76,6 +76,16 @@ def test_documentation_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     exec(compile(code, page.name, "exec"), {"__name__": "documentation"})
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_result_files(page: Path) -> None:
+    for name, shown in re.findall(
+        r"<!-- benchmarks summary: (\S+) -->\n(.*?)\n<!-- end -->", page.read_text(), re.DOTALL
+    ):
+        command = [sys.executable, "-m", "benchmarks", "summary", "--markdown", f"benchmarks/results/{name}"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        assert shown == printed, f"{page.name}: run python {' '.join(command[1:])}"
+
+
 def test_ci_runs_the_readme_command() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     readme = (ROOT / "README.md").read_text()
