@@ -294,6 +294,13 @@ def test_state_dict_round_trip(name: str, tmp_path: Any) -> None:
     torch.testing.assert_close(other.eval()(x), layer.eval()(x))
 
 
+def test_loading_keeps_the_buffers_that_a_captured_graph_writes_to() -> None:
+    layer = linear()
+    before = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
+    layer.load_state_dict(linear().state_dict())
+    assert before == {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
+
+
 def test_strict_loading_names_what_is_missing() -> None:
     plain = nn.Linear(4, 3)
     with pytest.raises(RuntimeError, match="running_cov"):

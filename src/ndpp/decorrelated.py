@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from . import masking, whitening
-from .geometry import Grid, Layout, Phase, choose, matrix_weight, patches, row_budget, row_weights, weight_matrix
+from .geometry import (
+    Grid,
+    Layout,
+    Phase,
+    Sample,
+    choose,
+    matrix_weight,
+    patches,
+    row_budget,
+    row_weights,
+    weight_matrix,
+)
 from .settings import Settings
 from .statistics import RunningMoments
 from .whitening import Moments
@@ -154,7 +165,7 @@ class Decorrelated(RunningMoments):
             values = torch.where(weight[:, None, None] > 0, values, 0.0)
         return Rows(values, weight, count, taps)
 
-    def _row_gain(self, gain: Tensor, phase: Phase, sample: Any) -> Tensor:
+    def _row_gain(self, gain: Tensor, phase: Phase, sample: Sample) -> Tensor:
         if self._per_row_scale:
             return patches(gain, phase, sample)
         chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)

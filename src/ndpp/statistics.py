@@ -191,8 +191,10 @@ class RunningMoments(nn.Module):
             given = self._buffers[name]
             if given is not None and given.dtype != statistics_dtype(given.dtype):
                 self._buffers[name] = given.to(statistics_dtype(given.dtype))
-        self.step_mean, self.step_cov = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
-        self.step_rows = torch.zeros_like(self.running_mean[0, 0])
+        if (self.step_cov.device, self.step_cov.dtype) != (self.running_cov.device, self.running_cov.dtype):
+            self.step_mean, self.step_cov = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
+            self.step_rows = torch.zeros_like(self.running_mean[0, 0])
+        self._new_step()  # in place wherever possible: a captured CUDA graph goes on writing to these buffers
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_awaiting", "_masks", "_cache")}
