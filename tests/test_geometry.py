@@ -110,6 +110,15 @@ def test_deterministic_gather_is_the_same_gather() -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_patches_gradient(mode: str, rows: int | None) -> None:
+    (phase,) = geo.conv_grid((5, 4), (3, 2), (2, 1), [(1, 1), (1, 0)], (1, 2)).phases
+    sample = geo.choose(3, phase, geo.row_budget(3, phase, rows, None), torch.device("cpu"))
+    x = torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: geo.patches(x, phase, sample, mode), (x,))
+
+
 def test_subsampled_batches_do_not_alias() -> None:
     """Rows that repeat with a period: every residue is drawn."""
     phase = (geo.Axis(1, 1),)

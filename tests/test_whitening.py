@@ -248,6 +248,19 @@ def test_regularise_follows_the_units(eps: float, shrinkage: float) -> None:
         torch.testing.assert_close(a[g], cov[g] + ridge * inside)
 
 
+def test_regularise_and_decorrelate_gradients() -> None:
+    unit, widths = torch.tensor(2.0, dtype=torch.float64), torch.tensor([4, 3])
+    rows = rand(2, 9, 4)
+
+    def root(rows: Tensor) -> Tensor:
+        mean, cov = w.moments(rows)
+        stats = Moments(unit * 9, mean, cov, unit)
+        return w.decorrelate(stats, solver="newton", steps=4, eps=1e-3, shrinkage=0.1, widths=widths)
+
+    assert gradcheck(lambda cov: w.regularise(cov, unit, eps=1e-3, shrinkage=0.1, widths=widths), (rand(2, 4, 4),))
+    assert gradcheck(root, (rows,))
+
+
 def test_fold_gradient() -> None:
     for d in (rand(1, 3, 3), rand(4, 3, 3)):
         mean = rand(d.shape[0], 3)
