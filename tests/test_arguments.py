@@ -234,6 +234,10 @@ def test_no_outputs_is_no_error() -> None:
 
 
 def test_call_errors_name_the_layer_and_what_it_saw() -> None:
+    with pytest.raises(ValueError, match=r"ndpp.ConvTranspose1d\(3, 2.*shape \(2, 3, 8\).*output size of \[99\]"):
+        ndpp.ConvTranspose1d(3, 2, 2, stride=2)(torch.randn(2, 3, 8), output_size=[99])
+    with pytest.raises(RuntimeError, match=r"ndpp.Linear\(in_features=3.*torch.complex64"):
+        ndpp.Linear(3, 2)(torch.randn(4, 3, dtype=torch.complex64))
     with pytest.raises(RuntimeError, match=r"ndpp.Conv2d\(3, 2, kernel_size=\(3, 3\).*shape \(2, 4, 8, 8\).*channels"):
         ndpp.Conv2d(3, 2, 3)(torch.randn(2, 4, 8, 8))
 

@@ -88,8 +88,8 @@ def test_compiled_sampling_and_raising() -> None:
     settings = Settings(rows=40, nonfinite="raise")
     model = make(settings)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    losses = train(compiled, model.parameters())
-    assert all(loss == loss for loss in losses)
+    losses = train(compiled, model.parameters(), 8)
+    assert losses[-1] < losses[0]
     with pytest.raises(FloatingPointError, match="NaN or Inf"):
         compiled(torch.full_like(data(), torch.nan))
     assert torch.isfinite(model.stem.running_cov).all()
@@ -109,6 +109,8 @@ def test_compiled_evaluation_and_masks() -> None:
     for lengths in ([5, 3, 1], [2, 2, 4]):
         with ndpp.mask(torch.arange(5) < torch.tensor(lengths)[:, None]):
             torch.testing.assert_close(fast(x), layer(x))
+    with torch._dynamo.config.patch(error_on_recompile=False):  # without a mask: one other graph
+        torch.testing.assert_close(fast(x), layer(x))
 
 
 @pytest.mark.parametrize("dynamic", [None, False])

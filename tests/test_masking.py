@@ -139,6 +139,27 @@ def test_checkpointing_with_the_mask_inside(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_with_a_mask_made_inside(reentrant: bool) -> None:
+    layer = ndpp.Linear(4, 2)
+
+    def block(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        with ndpp.mask(torch.arange(5) < lengths[:, None]):
+            return layer(x)
+
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    for step in range(20):  # more masks than a layer remembers
+        outputs = [checkpoint(block, x, torch.tensor([5, step % 5, 1]), use_reentrant=reentrant) for _ in range(2)]
+        sum(y.sum() for y in outputs).backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_a_layer_first_called_in_a_backward_hook() -> None:
+    layer, y = ndpp.Linear(2, 2), nn.Linear(4, 2)(torch.randn(8, 4))
+    y.register_hook(lambda grad: layer(grad).detach())
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_notices_another_mask(reentrant: bool) -> None:
     layer = ndpp.Linear(4, 2)
     x, valid = torch.randn(6, 4, requires_grad=True), torch.arange(6) < 4

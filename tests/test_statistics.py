@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import ndpp
@@ -212,7 +213,7 @@ def test_evaluation_root_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("no_grad", [False, True])
-@pytest.mark.parametrize("change", ["weight", "bias", "settings"])
+@pytest.mark.parametrize("change", ["weight", "bias", "settings", "data", "fused optimizer", "assigned"])
 def test_evaluation_follows_weights_and_settings(change: str, no_grad: bool) -> None:
     x, layer = batches(1)[0], linear()
     layer(batches(2)[1]).sum().backward()
@@ -221,12 +222,66 @@ def test_evaluation_follows_weights_and_settings(change: str, no_grad: bool) -> 
         stale = layer(x)
         if change == "settings":
             layer.settings = layer.settings.replace(eps=100.0)
+        elif change == "data":
+            layer.weight.data.add_(1.0)
+        elif change == "fused optimizer":
+            torch.optim.AdamW(layer.parameters(), lr=1.0, fused=True).step()
+        elif change == "assigned":
+            layer.weight = nn.Parameter(layer.weight.detach() + 1)
         else:
             with torch.no_grad():
                 getattr(layer, change).add_(1.0)
         fresh = layer(x)
         assert not torch.allclose(fresh, stale)
         torch.testing.assert_close(fresh, copy.deepcopy(layer)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_evaluation_survives_a_cast(dtype: torch.dtype) -> None:
+    layer = ndpp.Linear(4, 3, settings=EXACT)
+    x = torch.randn(9, 4)
+    layer(x).sum().backward()
+    layer.eval()
+    with torch.no_grad():
+        want = layer(x)
+        got = layer.to(dtype)(x.to(dtype))
+    torch.testing.assert_close(got.float(), want, atol=5e-2, rtol=5e-2)
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    layer = linear().eval()
+    x = batches(1)[0]
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            layer(mode.from_tensor(x))
+        assert type(layer(x)) is Tensor
+        torch.func.vmap(layer)(x)
+        assert type(layer(x)) is Tensor
+
+
+def test_layers_made_in_inference_mode_change_mode() -> None:
+    with torch.inference_mode():
+        layer = linear()
+    layer.eval()
+    with torch.inference_mode():
+        layer(batches(1)[0])
+
+
+def test_a_shallow_copy_leaves_the_original_alone() -> None:
+    layer = linear()
+    first = layer(batches(1)[0])
+    copy.copy(layer)
+    second = layer(batches(2)[1])
+    (first.sum() + second.sum()).backward()
+    assert layer.num_batches_tracked == 1
+
+
+def test_states_of_a_later_version_are_refused() -> None:
+    layer = linear()
+    state = layer.state_dict()
+    state._metadata[""]["version"] = 99
+    with pytest.raises(RuntimeError, match="version 99, this ndpp knows up to 1; load it with the newer ndpp"):
+        layer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", ["load", "in place", "to", "deepcopy", "train", "reset", "swap", "pickle"])

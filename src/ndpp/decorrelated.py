@@ -67,6 +67,8 @@ class Decorrelated(RunningMoments):
 
     def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
+        if not x.is_floating_point():
+            return operation(x, self.weight, self.bias)  # torch.nn's own error
         valid = self._valid(x)
         narrow = _runs_in_float16(x)
         with _no_autocast(x.device.type):
@@ -82,35 +84,35 @@ class Decorrelated(RunningMoments):
                 if not _is_recomputation():
                     bias, awaits_backward = self._end_step_after(bias)
             else:
-                weight, bias = self._evaluation_weight()
+                weight, bias = self._folded(*self._evaluation_root())
         if gain is None:
-            y = self._call(operation, x, weight, bias)
+            y = operation(x, weight, bias)
         else:
-            y = self._call(operation, x, weight, None)
+            y = operation(x, weight, None)
             y = (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
             self._observe(batch, awaits_backward)
         return y
 
-    def _call(self, operation: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-        """A stock operation, whose own errors come under the name of this layer."""
+    def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
+        """A function of the input, whose errors come under the name of this layer."""
         if torch.compiler.is_compiling():
-            return operation(x, *arguments)
+            return function(x, *arguments)
         try:
-            return operation(x, *arguments)
+            return function(x, *arguments)
         except Exception as error:
-            if type(error) not in (RuntimeError, ValueError, TypeError, IndexError):
+            if type(error) not in (RuntimeError, ValueError, TypeError, IndexError) or self._label in str(error):
                 raise
             seen = f"input of shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
             raise type(error)(f"{self._label}: {seen}: {error}") from error
 
     def _valid(self, x: Tensor) -> Tensor | None:
-        """The mask for this input, checked to be a known one when a checkpointed layer is run again."""
+        """The mask for this input; a layer that checkpointing runs again must find one that it ran under before."""
         valid = masking.active()
         if not torch.compiler.is_compiling():
             if not _is_recomputation():
                 self._masks.append(valid)
-            elif not any(masking.same(valid, known) for known in self._masks):
+            elif 0 < len(self._masks) < 16 and not any(masking.same(valid, known) for known in self._masks):
                 raise RuntimeError(
                     f"{self._label}: activation checkpointing runs this layer again, and not under the ndpp.mask it "
                     "first ran under; enter ndpp.mask inside the function that is checkpointed"
@@ -231,18 +233,6 @@ class Decorrelated(RunningMoments):
         bias = -shift.flatten() if self.bias is None else self.bias.to(d.dtype) - shift.flatten()  # type: ignore[operator]
         return weight.to(self.weight.dtype), bias.to(self.weight.dtype)
 
-    def _evaluation_weight(self) -> tuple[Tensor, Tensor]:
-        """The same from the running moments; kept, with their D, for as long as nothing it comes from changes."""
-        buffers = (self.running_mean, self.running_cov, self.num_batches_tracked)
-        root = self._cached("root", buffers, self._solve_running)
-        if torch.is_grad_enabled():
-            return self._folded(*root)
-        bias: Any = self.bias
-        folded: tuple[Tensor, Tensor] = self._cached(
-            "weight", (*buffers, self.weight, bias), lambda: self._folded(*root)
-        )
-        return folded
-
 
 def _runs_in_float16(x: Tensor) -> bool:
     """Whether the stock operation will compute in float16, whose range a gain after the product could leave."""
@@ -252,7 +242,7 @@ def _runs_in_float16(x: Tensor) -> bool:
 
 
 def _is_recomputation() -> bool:
-    """Inside a backward pass: activation checkpointing runs the layer again, which is not a new batch."""
+    """Inside a backward pass, where activation checkpointing runs the layer again: not a new batch."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

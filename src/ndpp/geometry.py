@@ -134,14 +134,12 @@ def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -
     counts = [axis.count for axis in phase]
     if stride is not None:
         return (batch, *(-(-count // stride) for count in counts))
-    if rows is None:
-        return (batch, *counts)
-    # A compiler that takes the sizes for symbols must not carry them through what follows: one graph for each size.
-    batch, counts = operator.index(batch), [operator.index(count) for count in counts]
-    if batch * math.prod(counts) <= rows:
+    if rows is None or batch * math.prod(counts) <= rows:
         return (batch, *counts)
     if rows <= batch:
         return (rows, *(1 for _ in counts))
+    # A compiler that takes the sizes for symbols must not carry them through what follows: one graph for each size.
+    batch, counts = operator.index(batch), [operator.index(count) for count in counts]
     each = left = rows // batch
     picks = [1] * len(counts)
     order = sorted(range(len(counts)), key=lambda i: counts[i])

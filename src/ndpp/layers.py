@@ -42,9 +42,9 @@ class Linear(Decorrelated, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() == 0 or input.shape[-1] != self.in_features or self.weight.numel() == 0:
-            return self._call(super().forward, input)  # torch.nn's own error
+            return self._call(super().forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
-        y = self._forward(x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear).movedim(1, -1)
+        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear).movedim(1, -1)
         return y[0] if input.dim() == 1 else y
 
 
@@ -79,10 +79,10 @@ class _Conv(Decorrelated, _ConvNd):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._accepts(input):
-            return self._call(self._stock_forward, input)  # torch.nn's own error
+            return self._call(self._stock_forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
         grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
-        y = self._forward(x, grid, self._conv_forward)
+        y: Tensor = self._call(self._forward, x, grid, self._conv_forward)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor) -> Tensor:
@@ -148,21 +148,22 @@ class _ConvTranspose(Decorrelated, _ConvTransposeNd):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         n = len(self.kernel_size)
         if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.weight.numel() == 0:
-            return self._call(self._stock_forward, input, output_size)  # torch.nn's own error
+            return self._call(self._stock_forward, input, output_size)  # type: ignore[no-any-return]  # its own error
         padding: Any = self.padding
         find_extra: Any = self._output_padding
-        extra = find_extra(input, output_size, self.stride, padding, self.kernel_size, n, self.dilation)
+        sizes = (output_size, self.stride, padding, self.kernel_size, n, self.dilation)
+        extra = self._call(find_extra, input, *sizes)
         x = input if input.dim() == n + 2 else input[None]
         grid = transposed_grid(x.shape[2:], self.kernel_size, self.stride, padding, self.dilation, extra)
         if not any(grid.positions(phase) for phase in grid.phases) or 0 in x.shape[2:]:
-            return self._call(self._stock_forward, input, output_size)
+            return self._call(self._stock_forward, input, output_size)  # type: ignore[no-any-return]
         operation: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
 
         def transpose(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y: Tensor = operation(x, weight, bias, self.stride, padding, extra, self.groups, self.dilation)
             return y
 
-        y = self._forward(x, grid, transpose)
+        y: Tensor = self._call(self._forward, x, grid, transpose)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor, output_size: list[int] | None) -> Tensor:

@@ -35,7 +35,7 @@ def mask(valid: Tensor | None) -> Iterator[None]:
             resolution: feature maps of another size take the nearest positions. (batch,) marks whole samples. Inputs
             of shape (batch, features) drop samples that are padding altogether. None switches an outer mask off.
 
-    Convolutions read padding as zeros, as they read their own, so that a sample gives what it gives alone. With
+    Convolutions read padding as zeros, so that with zero padding a sample gives what it gives alone. With
     activation checkpointing, enter the context inside the function that is checkpointed: it has to be there again.
     """
     if valid is not None and (not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() < 1):
@@ -55,10 +55,10 @@ def active() -> Tensor | None:
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two masks are one; checkpointing may hand over another view of the same memory."""
+    """Whether two masks say the same; checkpointing may make or copy them anew."""
     if a is None or b is None:
         return a is b
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+    return a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b))
 
 
 def fit(valid: Tensor, batch: int, sizes: tuple[int, ...], resample: bool = True) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class RunningMoments(nn.Module):
         """What belongs to this object alone, and neither to its state nor to a copy."""
         self._awaiting: weakref.ref[_Token] | None = None  # the graph of the latest call, while it lives
         self._masks: deque[Tensor | None] = deque(maxlen=16)  # of recent calls, for those that run again
-        self._cache: dict[str, tuple[Settings, list[tuple[Tensor | None, int]], Any]] = {}
+        self._cache: tuple[tuple[object, ...], list[int], tuple[Tensor, Tensor, Tensor]] | None = None
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
@@ -114,7 +114,8 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def _new_step(self) -> None:
-        self.step_rows.zero_()
+        if torch.is_inference_mode_enabled() or not self.step_rows.is_inference():
+            self.step_rows.zero_()
 
     # --- evaluation ---
 
@@ -125,19 +126,17 @@ class RunningMoments(nn.Module):
         tracked = self.num_batches_tracked.to(unit.dtype)
         return Moments(tracked, self.running_mean / unit, self.running_cov / unit / unit, unit)
 
-    def _cached(self, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Any]) -> Any:
-        """What `compute` gives without a graph, computed again only when a source or the settings are others."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _in_transform():
-            return compute()
-        if any(source is not None and source.is_inference() for source in sources):
-            return compute()  # these keep no version
-        key = [(source, 0 if source is None else source._version) for source in sources]
-        found = self._cache.get(name)
-        if found is None or found[0] is not self.settings or not _same(found[1], key):
-            with torch.no_grad(), torch.inference_mode(False):
-                found = (self.settings, key, compute())
-            self._cache[name] = found
-        return found[2]
+    def _evaluation_root(self) -> tuple[Tensor, Tensor, Tensor]:
+        """D, μ and their unit from the running moments, computed once for as long as the buffers are what they are."""
+        buffers = (self.running_mean, self.running_cov, self.num_batches_tracked)
+        if _must_not_keep() or any(buffer.is_inference() for buffer in buffers):  # those keep no version
+            return self._solve_running()
+        objects, versions = (self.settings, *buffers), [buffer._version for buffer in buffers]
+        kept = self._cache
+        if kept is None or versions != kept[1] or any(a is not b for a, b in zip(objects, kept[0], strict=True)):
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._cache = (objects, versions, self._solve_running())
+        return kept[2]
 
     @torch.no_grad()
     def _solve_running(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +155,8 @@ class RunningMoments(nn.Module):
     def train(self, mode: bool = True) -> RunningMoments:
         """As in torch.nn. A change of mode drops what was cached: a replayed CUDA graph changes buffers unseen."""
         if mode != self.training:
-            self._cache = {}
+            self._cache = None
+            self._masks.clear()
             self._new_step()
         super().train(mode)
         return self
@@ -177,7 +177,12 @@ class RunningMoments(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Statistics of another block size or sharing get a remedy beside torch's own message on shapes."""
-        errors: list[str] = args[-1]
+        metadata, errors = args[0], args[-1]
+        if metadata.get("version", 0) > self._version:
+            errors.append(
+                f"{prefix or 'the layer'}: its state has version {metadata['version']}, this ndpp knows up to "
+                f"{self._version}; load it with the newer ndpp that wrote it"
+            )
         for name in ("running_mean", "running_cov"):
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(given, Tensor) and given.shape != own.shape:
@@ -202,16 +207,16 @@ class RunningMoments(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._forget()
-        self._new_step()
 
 
-def _same(a: list[tuple[Tensor | None, int]], b: list[tuple[Tensor | None, int]]) -> bool:
-    return all(x is y and v == w for (x, v), (y, w) in zip(a, b, strict=True))
-
-
-def _in_transform() -> bool:
-    """Inside torch.func: tensors made there must not outlive it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _must_not_keep() -> bool:
+    """While code is traced or transformed: tensors made there must not outlive it."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 class _Token:
