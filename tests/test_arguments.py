@@ -5,6 +5,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -242,8 +243,30 @@ def test_call_errors_name_the_layer_and_what_it_saw() -> None:
         ndpp.Conv2d(3, 2, 3)(torch.randn(2, 4, 8, 8))
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("bad", [None, np.zeros((4, 3)), [1.0]])
+def test_what_is_no_tensor_is_refused_alike(name: str, bad: Any) -> None:
+    case = BY_LAYER[name]
+    stock, _ = outcome(case.stock, bad)
+    ours, _ = outcome(case.build, bad)
+    assert stock is not None
+    assert ours is stock
+
+
+def test_settings_of_a_living_layer() -> None:
+    layer = ndpp.Linear(4, 2)
+    layer.settings = layer.settings.replace(freeze=True)
+    assert layer.settings.freeze
+    with pytest.raises(ValueError, match="block and shared are fixed once a layer is built"):
+        layer.settings = layer.settings.replace(block=2)
+    with pytest.raises(TypeError, match=r"must be an ndpp.Settings"):
+        layer.settings = {"freeze": True}
+    with pytest.warns(UserWarning, match="sync has no effect"):
+        ndpp.Linear(4, 2, settings=Settings(sync=True))
+
+
 def test_construction_errors_say_what_came_and_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"ndpp.Linear\(in_features=3.*ndpp.Settings or None; got 'paper'"):
+    with pytest.raises(TypeError, match=r"ndpp.Linear\(in_features=3.*must be an ndpp.Settings; got 'paper'"):
         ndpp.Linear(3, 2, settings="paper")
     with pytest.raises(TypeError, match=r"real floating-point dtype; got torch.complex64"):
         ndpp.Conv1d(3, 2, 1, dtype=torch.complex64)

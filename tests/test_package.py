@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ndpp
 
@@ -74,6 +75,15 @@ def test_documentation_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     exec(compile(code, page.name, "exec"), {"__name__": "documentation"})
+
+
+def test_readme_example_learns() -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    for seed in range(5):
+        torch.manual_seed(seed)
+        names: dict[str, list[float]] = {}
+        exec(compile(code, "README.md", "exec"), names)
+        assert names["losses"][-1] < 0.5 * names["losses"][0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

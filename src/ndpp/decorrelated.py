@@ -47,8 +47,6 @@ class Decorrelated(RunningMoments):
 
     def _setup(self, settings: Settings | None, groups: int, channels: int, kernel: tuple[int, ...]) -> None:
         self._label = f"ndpp.{type(self).__name__}({super().extra_repr()})"  # a constant, for compiled code
-        if settings is not None and not isinstance(settings, Settings):
-            raise TypeError(f"{self._label}: settings must be an ndpp.Settings or None; got {settings!r}")
         if not self.weight.is_floating_point():
             raise TypeError(f"{self._label}: expected a real floating-point dtype; got {self.weight.dtype}")
         self.settings = settings if settings is not None else Settings()
@@ -103,8 +101,9 @@ class Decorrelated(RunningMoments):
         except Exception as error:
             if type(error) not in (RuntimeError, ValueError, TypeError, IndexError) or self._label in str(error):
                 raise
-            seen = f"input of shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
-            raise type(error)(f"{self._label}: {seen}: {error}") from error
+            is_tensor = isinstance(x, Tensor)
+            seen = f"shape {tuple(x.shape)}, {x.dtype}, on {x.device}" if is_tensor else f"type {type(x).__name__}"
+            raise type(error)(f"{self._label}: input of {seen}: {error}") from error
 
     def _valid(self, x: Tensor) -> Tensor | None:
         """The mask for this input; a layer that checkpointing runs again must find one that it ran under before."""
@@ -209,7 +208,7 @@ class Decorrelated(RunningMoments):
         fine = fine.all() if valid is None else (fine | ~valid[:, None]).all()
         message = (
             f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
-            "Find its source (torch.autograd.detect_anomaly), or set nonfinite='skip' to leave such batches out"
+            "Look at the data and at the layers before this one, or set nonfinite='skip' to leave such batches out"
         )
         return torch.where(require(fine, message), x, x)  # used, so that compilers keep the check
 

@@ -41,7 +41,8 @@ class Linear(Decorrelated, nn.Linear):
         self._setup(settings, groups=1, channels=in_features, kernel=())
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() == 0 or input.shape[-1] != self.in_features or self.weight.numel() == 0:
+        is_tensor = isinstance(input, Tensor) and input.dim() > 0
+        if not is_tensor or input.shape[-1] != self.in_features or self.weight.numel() == 0:
             return self._call(super().forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
         y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear).movedim(1, -1)
@@ -50,6 +51,13 @@ class Linear(Decorrelated, nn.Linear):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+
+def _has_channels(layer: _ConvNd, input: object) -> bool:
+    """Whether this is an input (batch, channels, *sizes) or (channels, *sizes) of the layer."""
+    n = len(layer.kernel_size)
+    fits = isinstance(input, Tensor) and input.dim() in (n + 1, n + 2) and input.shape[-n - 1] == layer.in_channels
+    return fits and layer.weight.numel() > 0
 
 
 class _Conv(Decorrelated, _ConvNd):
@@ -96,9 +104,9 @@ class _Conv(Decorrelated, _ConvNd):
 
     def _accepts(self, input: Tensor) -> bool:
         """Whether torch.nn would take this input; what it would not take is left to it, for its own error."""
-        n = len(self.kernel_size)
-        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.weight.numel() == 0:
+        if not _has_channels(self, input):
             return False
+        n = len(self.kernel_size)
         sizes, pairs = input.shape[-n:], self._padding_pairs()
         grid = conv_grid(sizes, self.kernel_size, self.stride, pairs, self.dilation)
         most = {"reflect": -1, "circular": 0}.get(self.padding_mode)
@@ -147,7 +155,7 @@ class _ConvTranspose(Decorrelated, _ConvTransposeNd):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         n = len(self.kernel_size)
-        if input.dim() not in (n + 1, n + 2) or input.shape[-n - 1] != self.in_channels or self.weight.numel() == 0:
+        if not _has_channels(self, input):
             return self._call(self._stock_forward, input, output_size)  # type: ignore[no-any-return]  # its own error
         padding: Any = self.padding
         find_extra: Any = self._output_padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,14 +26,34 @@ class RunningMoments(nn.Module):
 
     _version = 1  # of the state_dict
 
-    settings: Settings
     layout: Layout
+    _label: str  # the layer in messages
     running_mean: Tensor  # (g, f)
     running_cov: Tensor  # (g, f, f)
     num_batches_tracked: Tensor  # ()
     step_rows: Tensor  # rows gathered since the last backward pass, with their moments; not part of the state
     step_mean: Tensor
     step_cov: Tensor
+
+    @property
+    def settings(self) -> Settings:
+        """May be replaced on a living layer, but for the fields that its statistics are built by."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        if not isinstance(settings, Settings):
+            raise TypeError(f"{self._label}: settings must be an ndpp.Settings; got {settings!r}")
+        fixed = ("block", "shared")
+        present = self.__dict__.get("_settings")
+        if present is not None and any(getattr(present, name) != getattr(settings, name) for name in fixed):
+            raise ValueError(
+                f"{self._label}: block and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
+                "build a new layer with these settings"
+            )
+        if settings.sync is not False:
+            warnings.warn(f"{self._label}: sync has no effect in this version of ndpp", stacklevel=3)
+        self._settings = settings
 
     def _register_moments(self, device: torch.device, dtype: torch.dtype) -> None:
         g, f = sum(g for g, _ in self.layout.widths), max(f for _, f in self.layout.widths)
@@ -183,9 +204,11 @@ class RunningMoments(nn.Module):
                 f"{prefix or 'the layer'}: its state has version {metadata['version']}, this ndpp knows up to "
                 f"{self._version}; load it with the newer ndpp that wrote it"
             )
+        weight = state_dict.get(prefix + "weight")
+        same_layer = isinstance(weight, Tensor) and weight.shape == self.weight.shape
         for name in ("running_mean", "running_cov"):
             given, own = state_dict.get(prefix + name), getattr(self, name)
-            if isinstance(given, Tensor) and given.shape != own.shape:
+            if same_layer and isinstance(given, Tensor) and given.shape != own.shape:
                 errors.append(
                     f"{prefix}{name}: expected statistics of {tuple(own.shape)} (blocks, features, ...) for "
                     f"{self.settings!r}, got {tuple(given.shape)}; "
