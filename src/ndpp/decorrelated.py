@@ -106,15 +106,16 @@ class Decorrelated(RunningMoments):
             raise type(error)(f"{self._label}: input of {seen}: {error}") from error
 
     def _valid(self, x: Tensor) -> Tensor | None:
-        """The mask for this input; a layer that checkpointing runs again must find one that it ran under before."""
+        """The mask for this input; a layer that only ran under masks must find one when checkpointing runs it again."""
         valid = masking.active()
         if not torch.compiler.is_compiling():
             if not _is_recomputation():
-                self._masks.append(valid)
-            elif 0 < len(self._masks) < 16 and not any(masking.same(valid, known) for known in self._masks):
+                self._seen_masked.add(valid is not None)
+            elif self._seen_masked == {valid is None}:
+                ran, runs = ("without", "under") if valid is not None else ("under", "without")
                 raise RuntimeError(
-                    f"{self._label}: activation checkpointing runs this layer again, and not under the ndpp.mask it "
-                    "first ran under; enter ndpp.mask inside the function that is checkpointed"
+                    f"{self._label}: activation checkpointing runs this layer again {runs} ndpp.mask, where it first "
+                    f"ran {ran} it; enter ndpp.mask inside the function that is checkpointed"
                 )
         if valid is None:
             return None

@@ -54,13 +54,6 @@ def active() -> Tensor | None:
     return _OfCompiled.valid if torch.compiler.is_compiling() else _thread.valid
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two masks say the same; checkpointing may make or copy them anew."""
-    if a is None or b is None:
-        return a is b
-    return a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b))
-
-
 def fit(valid: Tensor, batch: int, sizes: tuple[int, ...], resample: bool = True) -> Tensor:
     """The mask for positions (batch, *sizes) of one layer's input."""
     if tuple(valid.shape) == (batch, *sizes):

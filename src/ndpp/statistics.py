@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +69,7 @@ class RunningMoments(nn.Module):
     def _forget(self) -> None:
         """What belongs to this object alone, and neither to its state nor to a copy."""
         self._awaiting: weakref.ref[_Token] | None = None  # the graph of the latest call, while it lives
-        self._masks: deque[Tensor | None] = deque(maxlen=16)  # of recent calls, for those that run again
+        self._seen_masked: set[bool] = set()  # whether calls in this mode were under a mask, for those that run again
         self._cache: tuple[tuple[object, ...], list[int], tuple[Tensor, Tensor, Tensor]] | None = None
 
     @torch.no_grad()
@@ -177,7 +176,7 @@ class RunningMoments(nn.Module):
         """As in torch.nn. A change of mode drops what was cached: a replayed CUDA graph changes buffers unseen."""
         if mode != self.training:
             self._cache = None
-            self._masks.clear()
+            self._seen_masked = set()
             self._new_step()
         super().train(mode)
         return self
@@ -225,7 +224,7 @@ class RunningMoments(nn.Module):
         self._new_step()  # in place wherever possible: a captured CUDA graph goes on writing to these buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_awaiting", "_masks", "_cache")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_awaiting", "_seen_masked", "_cache")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
