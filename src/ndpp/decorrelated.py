@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from .geometry import (
     Phase,
     Sample,
     choose,
+    every,
     matrix_weight,
     patches,
     row_budget,
@@ -26,6 +28,8 @@ from .geometry import (
 from .settings import Settings
 from .statistics import RunningMoments
 from .whitening import Moments
+
+ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
 
 
 class Rows(NamedTuple):
@@ -45,14 +49,23 @@ class Decorrelated(RunningMoments):
     _default_block = 64
     _per_row_scale = False  # Linear: S is of each row, not of the whole sample
 
-    def _setup(self, settings: Settings | None, groups: int, channels: int, kernel: tuple[int, ...]) -> None:
+    def _setup(
+        self,
+        settings: Settings | None,
+        groups: int,
+        channels: int,
+        kernel: tuple[int, ...],
+        like: Tensor | None = None,
+    ) -> None:
+        """Give an initialised stock layer its settings and statistics, on the device of its weight (or of `like`)."""
+        like = self.weight if like is None else like
         self._label = f"ndpp.{type(self).__name__}({super().extra_repr()})"  # a constant, for compiled code
-        if not self.weight.is_floating_point():
-            raise TypeError(f"{self._label}: expected a real floating-point dtype; got {self.weight.dtype}")
+        if not like.is_floating_point():
+            raise TypeError(f"{self._label}: expected a real floating-point dtype; got {like.dtype}")
         self.settings = settings if settings is not None else Settings()
         block = self.settings.block if self.settings.block is not None else self._default_block
         self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
-        self._register_moments(self.weight.device, self.weight.dtype)
+        self._register_moments(like.device, like.dtype)
 
     def reset_parameters(self) -> None:
         """As in torch.nn; the running statistics are reset too."""
@@ -64,25 +77,33 @@ class Decorrelated(RunningMoments):
         return f"{super().extra_repr()}, settings={self.settings!r}"
 
     def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
+        bias: Any = self.bias
+        return self._product(x, grid, operation, self.weight, bias)
+
+    def _product(
+        self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
         if not x.is_floating_point():
-            return operation(x, self.weight, self.bias)  # torch.nn's own error
+            return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
         narrow = _runs_in_float16(x)
         with _no_autocast(x.device.type):
             x, gain = self._scaled(x, valid, narrow)
             batch, awaits_backward = None, False
-            if self.training and not self.settings.freeze and x.numel() > 0:
+            if self._collecting is not None and x.numel() > 0:
+                weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
+            elif self.training and not self.settings.freeze and x.numel() > 0:
                 if self.settings.nonfinite == "raise":
                     x = self._finite(x, valid)
                 phases = [phase for phase in grid.phases if grid.positions(phase)]
                 batch = self._batch_moments([self._rows(x, gain, grid, phase, valid) for phase in phases])
                 stats = self._usable(batch)
-                weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit)
+                weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
                 if not _is_recomputation():
                     bias, awaits_backward = self._end_step_after(bias)
             else:
-                weight, bias = self._folded(*self._evaluation_root())
+                weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
             y = operation(x, weight, bias)
         else:
@@ -152,6 +173,19 @@ class Decorrelated(RunningMoments):
             rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
         stride = None if self._per_row_scale else self.settings.stride
         sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), x.device)
+        return self._rows_at(x, gain, grid, phase, valid, sample, positions)
+
+    def _rows_at(
+        self,
+        x: Tensor,
+        gain: Tensor | None,
+        grid: Grid,
+        phase: Phase,
+        valid: Tensor | None,
+        sample: Sample,
+        positions: int,
+    ) -> Rows:
+        """The rows of this sample, which stand for so many positions."""
         taps = grid.taps(phase, x.device)
         dtype = whitening.statistics_dtype(x.dtype)
         weight = None if valid is None else row_weights(valid, phase, sample).to(dtype)
@@ -166,6 +200,31 @@ class Decorrelated(RunningMoments):
         if weight is not None:
             values = torch.where(weight[:, None, None] > 0, values, 0.0)
         return Rows(values, weight, count, taps)
+
+    def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
+        """Moments over every position, in chunks of bounded memory."""
+        most = max(ELEMENTS_AT_ONCE // (x.shape[1] * self.layout.taps), 1)
+        chunks = [every(x.shape[0], phase, most, x.device) for phase in grid.phases if grid.positions(phase)]
+        phases = [phase for phase in grid.phases if grid.positions(phase)]
+        total: Moments | None = None
+        for samples in itertools.zip_longest(*chunks):
+            rows = [
+                self._rows_at(x, gain, grid, phase, valid, sample, math.prod(sample.size))
+                for phase, sample in zip(phases, samples, strict=True)
+                if sample is not None
+            ]
+            part = self._batch_moments(rows)
+            total = part if total is None else whitening.merge(total, part)
+        assert total is not None
+        return total
+
+    def _collect(self, batch: Moments) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a batch to the statistics being collected; D, μ and unit for its own output."""
+        self._gather(batch)
+        if self._collecting == "running":
+            return self._evaluation_root()
+        stats = self._usable(batch)
+        return self._solve(stats), stats.mean, stats.unit
 
     def _row_gain(self, gain: Tensor, phase: Phase, sample: Sample) -> Tensor:
         if self._per_row_scale:
@@ -220,18 +279,20 @@ class Decorrelated(RunningMoments):
 
     # --- D·W ---
 
-    def _folded(self, d: Tensor, mean: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    def _folded(
+        self, d: Tensor, mean: Tensor, unit: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """D·W and b - μ·D·W, in the dtype of the weight."""
         groups, taps = self.layout.groups, self.layout.taps
-        matrix = weight_matrix(self.weight.to(d.dtype), groups, self._transposed)
+        matrix = weight_matrix(weight.to(d.dtype), groups, self._transposed)
         folded, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
-        for d_part, mean_part, weight in self.layout.split(d, mean, matrix):
-            product, constant = whitening.fold(d_part, mean_part, weight)
+        for d_part, mean_part, blocks in self.layout.split(d, mean, matrix):
+            product, constant = whitening.fold(d_part, mean_part, blocks)
             folded.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
             shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
-        weight = matrix_weight(torch.cat(folded, 1) / unit, self.weight, self._transposed)
-        bias = -shift.flatten() if self.bias is None else self.bias.to(d.dtype) - shift.flatten()  # type: ignore[operator]
-        return weight.to(self.weight.dtype), bias.to(self.weight.dtype)
+        product = matrix_weight(torch.cat(folded, 1) / unit, weight, self._transposed)
+        constant = -shift.flatten() if bias is None else bias.to(d.dtype) - shift.flatten()
+        return product.to(weight.dtype), constant.to(weight.dtype)
 
 
 def _runs_in_float16(x: Tensor) -> bool:

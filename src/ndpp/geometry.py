@@ -174,6 +174,25 @@ def choose(batch: int, phase: Phase, budget: tuple[int, ...], device: torch.devi
     return Sample(chosen, tuple(positions), (samples, *picks))
 
 
+def every(batch: int, phase: Phase, most: int, device: torch.device) -> list[Sample]:
+    """All rows of a phase, about `most` at once: some samples, and of one sample some lines of the first axis."""
+    counts = [axis.count for axis in phase]
+    samples = min(max(most // max(math.prod(counts), 1), 1), batch)
+    lines = counts[0] if counts else 1
+    if samples == 1:
+        lines = min(max(most // max(math.prod(counts[1:]), 1), 1), lines)
+    chunks = []
+    rest = [torch.arange(count, device=device)[None] for count in counts[1:]]
+    for first in range(0, batch, samples):
+        chosen = torch.arange(first, min(first + samples, batch), device=device)
+        for start in range(0, counts[0] if counts else 1, lines):
+            stop = min(start + lines, counts[0] if counts else 1)
+            positions = [torch.arange(start, stop, device=device)[None], *rest] if counts else []
+            size = (len(chosen), *([stop - start, *counts[1:]] if counts else []))
+            chunks.append(Sample(None if len(chosen) == batch else chosen, tuple(positions), size))
+    return chunks
+
+
 def _spread(at: Tensor, count: int, picks: int) -> Tensor:
     return (at * (count / picks)).long().clamp_max(count - 1)
 

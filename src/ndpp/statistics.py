@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class RunningMoments(nn.Module):
         self._awaiting: weakref.ref[_Token] | None = None  # the graph of the latest call, while it lives
         self._seen_masked: set[bool] = set()  # whether calls in this mode were under a mask, for those that run again
         self._cache: tuple[tuple[object, ...], list[int], tuple[Tensor, Tensor, Tensor]] | None = None
+        self._collecting: Literal["batch", "running"] | None = None  # gathers all data seen, and uses these statistics
 
     @torch.no_grad()
     def reset_running_stats(self) -> None:
@@ -109,6 +110,36 @@ class RunningMoments(nn.Module):
             running.copy_(torch.where(fresh, first, running + weight * (new - old)))
             old.copy_(new)
         self.step_rows.copy_(step.rows if more_may_come else torch.zeros_like(step.rows))
+
+    @torch.no_grad()
+    def _gather(self, batch: Moments) -> None:
+        """Take a batch into the statistics being collected: exact over all batches, by their rows."""
+        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
+        usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
+        one = torch.ones_like(self.step_rows)
+        count = torch.where(usable, batch.rows, 0.0).to(mean.dtype)
+        new = Moments(count, torch.where(usable, mean, self.step_mean), torch.where(usable, cov, self.step_cov), one)
+        step = merge(Moments(self.step_rows, self.step_mean, self.step_cov, one), new)
+        for old, value in ((self.step_rows, step.rows), (self.step_mean, step.mean), (self.step_cov, step.cov)):
+            old.copy_(value)
+
+    def _begin_collecting(self, using: Literal["batch", "running"]) -> None:
+        """From here on every call adds its rows to the statistics, and computes with those of its batch or the old."""
+        for buffer in (self.step_rows, self.step_mean, self.step_cov):
+            buffer.zero_()
+        self._collecting = using
+
+    @torch.no_grad()
+    def _end_collecting(self, batches: int) -> float:
+        """The rows collected; they become the running statistics, unless there were no batches or no rows."""
+        rows = float(self.step_rows)
+        if batches > 0 and rows > 0:
+            self.running_mean.copy_(self.step_mean)
+            self.running_cov.copy_(self.step_cov)
+            self.num_batches_tracked.fill_(batches)
+        self.step_rows.zero_()
+        self._collecting = None
+        return rows
 
     def _newest_weight(self) -> Tensor:
         """Weight of the newest step. An average without a start value: the first step counts fully."""
@@ -203,8 +234,8 @@ class RunningMoments(nn.Module):
                 f"{prefix or 'the layer'}: its state has version {metadata['version']}, this ndpp knows up to "
                 f"{self._version}; load it with the newer ndpp that wrote it"
             )
-        weight = state_dict.get(prefix + "weight")
-        same_layer = isinstance(weight, Tensor) and weight.shape == self.weight.shape
+        weight, own_weight = state_dict.get(prefix + "weight"), self._parameters.get("weight")
+        same_layer = own_weight is None or (isinstance(weight, Tensor) and weight.shape == own_weight.shape)
         for name in ("running_mean", "running_cov"):
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if same_layer and isinstance(given, Tensor) and given.shape != own.shape:
@@ -224,7 +255,7 @@ class RunningMoments(nn.Module):
         self._new_step()  # in place wherever possible: a captured CUDA graph goes on writing to these buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_awaiting", "_seen_masked", "_cache")}
+        return {k: v for k, v in self.__dict__.items() if k not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -239,6 +270,9 @@ def _must_not_keep() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+_OWN = ("_awaiting", "_seen_masked", "_cache", "_collecting")
 
 
 class _Token:
