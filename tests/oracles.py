@@ -17,6 +17,8 @@ def sample_scale(x: Tensor, mode: str, per_row: bool) -> Tensor:
     dims = (-1,) if per_row else tuple(range(1, x.dim()))
     if mode == "l1":
         return x / x.abs().mean(dims, keepdim=True)
+    if mode == "rms":
+        return x / x.square().mean(dims, keepdim=True).sqrt()
     sigma = x.std(dims, correction=0, keepdim=True)
     if mode == "std":
         return x / sigma

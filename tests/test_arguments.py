@@ -74,7 +74,7 @@ def outcome(build: Any, x: torch.Tensor) -> tuple[Any, Any]:
     conv_calls(),
     st.sampled_from([1, 2, 64]),
     st.booleans(),
-    st.sampled_from(["none", "l1", "std", "standardize"]),
+    st.sampled_from(["none", "l1", "rms", "std", "standardize"]),
     st.sampled_from([None, 7]),
 )
 def test_any_convolution(call: Any, block: int, shared: bool, scale: Any, rows: int | None) -> None:
@@ -114,7 +114,7 @@ def test_any_convolution(call: Any, block: int, shared: bool, scale: Any, rows: 
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (7,), (2, 3), (2, 3, 4), (0,), (0, 3), (3, 0)])
-@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["none", "l1", "rms", "std", "standardize"])
 def test_linear_takes_any_leading_dimensions(lead: tuple[int, ...], scale: Any) -> None:
     layer = ndpp.Linear(5, 3, settings=Settings(rows=4, scale=scale))
     x = torch.randn(*lead, 5, requires_grad=True)

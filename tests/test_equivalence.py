@@ -13,6 +13,7 @@ VARIANTS = {
     "newton-own": Settings(rows=None, shared=False, solver="newton", steps=5, eps=1e-5, shrinkage=0.05),
     "eigh-own": Settings(rows=None, shared=False, solver="eigh", eps=1e-2),
     "l1": Settings(rows=None, shared=True, scale="l1", eps=1e-3),
+    "rms": Settings(rows=None, scale="rms", eps=1e-3, steps=2),
     "std": Settings(rows=None, shared=False, scale="std", eps=1e-3, steps=2),
     "standardize": Settings(rows=None, shared=True, scale="standardize", eps=1e-3),
 }

@@ -69,7 +69,7 @@ def test_mixing_channels_does_not_change_what_is_learned(name: str) -> None:
     assert (plain - other).norm() / plain.norm() < 1e-6
 
 
-@pytest.mark.parametrize("scale", ["l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["l1", "rms", "std", "standardize"])
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_scale_of_each_sample_does_not_matter(name: str, scale: Any) -> None:
     case = BY_LAYER[name]

@@ -16,7 +16,7 @@ def lengths_mask(lengths: list[int], size: int) -> torch.Tensor:
     return torch.arange(size) < torch.tensor(lengths)[:, None]
 
 
-@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["none", "l1", "rms", "std", "standardize"])
 def test_tokens(scale: Any) -> None:
     """A padded batch of sentences has the statistics and the outputs of its real tokens alone, NaN padding included."""
     settings = Settings(rows=None, scale=scale)
@@ -56,7 +56,7 @@ def padded_batch(images: list[torch.Tensor], size: int, fill: float) -> tuple[to
 
 
 @pytest.mark.parametrize("fill", [0.0, 1e3, torch.nan])
-@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["none", "l1", "rms", "std", "standardize"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_images_of_different_sizes(build: str, scale: Any, fill: float) -> None:
     """Padded images give the statistics and the outputs that they give one by one, whatever the padding holds."""

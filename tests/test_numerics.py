@@ -61,7 +61,7 @@ def test_single_precision_is_close_to_double(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["none", "l1", "rms", "std", "standardize"])
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_autocast(name: str, scale: Any, dtype: torch.dtype) -> None:
     case = BY_LAYER[name]
@@ -111,7 +111,7 @@ def test_huge_and_tiny_inputs(name: str, solver: str, magnitude: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["constant", "zero", "one row", "rank deficient", "one channel dead", "two rows"])
-@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["none", "l1", "rms", "std", "standardize"])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_data_without_variance(solver: str, scale: Any, kind: str) -> None:
     settings = SOLVERS[solver].replace(scale=scale)
@@ -149,7 +149,7 @@ def test_mean_far_above_deviation(ratio: float) -> None:
     assert relative(got["dweight"], want["dweight"]) < 1e-2
 
 
-@pytest.mark.parametrize("scale", ["l1", "std", "standardize"])
+@pytest.mark.parametrize("scale", ["l1", "rms", "std", "standardize"])
 @pytest.mark.parametrize("factor", [1e-8, 1e-3, 2e4, 1e9])
 def test_float16_samples_of_other_scales_do_not_disturb(scale: Any, factor: float) -> None:
     """The product of unscaled samples would leave the range of float16, and so would a gain common to the batch."""
@@ -165,7 +165,7 @@ def test_float16_samples_of_other_scales_do_not_disturb(scale: Any, factor: floa
 
 
 def test_denormal_inputs() -> None:
-    for scale in ("l1", "std", "standardize"):
+    for scale in ("l1", "rms", "std", "standardize"):
         layer = ndpp.Linear(4, 3, settings=Settings(rows=None, scale=scale))
         values = gradients(layer, torch.randn(16, 4) * 1e-40)
         assert all(torch.isfinite(v).all() for v in values.values()), scale

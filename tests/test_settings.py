@@ -48,7 +48,7 @@ def test_repr_shows_what_differs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": "l2"}, "scale must be one of 'none', 'l1', 'std', 'standardize'; got 'l2'"),
+        ({"scale": "l2"}, "scale must be one of 'none', 'l1', 'rms', 'std', 'standardize'; got 'l2'"),
         ({"scale": ["l1"]}, "scale must be one of"),
         ({"solver": "cholesky"}, "solver must be one of 'newton', 'minimax', 'eigh'"),
         ({"nonfinite": "ignore"}, "nonfinite must be one of"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from ndpp import whitening as w
@@ -27,15 +27,24 @@ def rand(*shape: int) -> Tensor:
 # --- S ---
 
 
-@pytest.mark.parametrize("mode", ["l1", "std", "standardize"])
+@pytest.mark.parametrize("mode", ["l1", "rms", "std", "standardize"])
 def test_sample_scale_gradient(mode: str) -> None:
     x = rand(3, 2, 5)
     valid = torch.rand(3, 1, 5) < 0.7
     for v in (None, valid):
-        assert gradcheck(lambda x, v=v: w.sample_scale(x, mode, (1, 2), v), (x,))
+        for eps in (0.0, 0.1):
+            assert gradcheck(lambda x, v=v, eps=eps: w.sample_scale(x, mode, (1, 2), v, eps), (x,))
 
 
-@pytest.mark.parametrize("mode", ["l1", "std", "standardize"])
+@pytest.mark.parametrize("size", [1e-18, 1e-3, 1.0, 1e18])
+def test_sample_scale_with_eps_is_that_of_the_norms(size: float) -> None:
+    x = size * torch.randn(5, 8)
+    for mode, norm in (("standardize", nn.LayerNorm(8, eps=1e-4)), ("rms", nn.RMSNorm(8, eps=1e-4))):
+        center, gain = w.sample_scale(x, mode, (1,), eps=1e-4)
+        torch.testing.assert_close((x - center) * gain, norm.double()(x.double()).float().detach())
+
+
+@pytest.mark.parametrize("mode", ["l1", "rms", "std", "standardize"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e18, 1e-18])
 def test_sample_scale_of_a_constant_sample_is_finite(mode: str, value: float) -> None:
     x = torch.full((2, 3, 4), value, requires_grad=True)

@@ -1,7 +1,11 @@
 """ndpp: layers that decorrelate what they see, in place of normalisation."""
 
+from .convert import convert_
+from .fold import fold_
 from .layers import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Linear
 from .masking import mask
+from .recalibrate import recalibrate_
+from .report import Report
 from .settings import Settings
 from .version import __version__
 
@@ -13,7 +17,11 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "Linear",
+    "Report",
     "Settings",
     "__version__",
+    "convert_",
+    "fold_",
     "mask",
+    "recalibrate_",
 ]

@@ -67,6 +67,10 @@ class Decorrelated(RunningMoments):
         self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
         self._register_moments(like.device, like.dtype)
 
+    def _decorrelate(self, settings: Settings | None) -> None:
+        """Make an initialised stock layer, whose class has just become this one, decorrelate."""
+        raise NotImplementedError
+
     def reset_parameters(self) -> None:
         """As in torch.nn; the running statistics are reset too."""
         super().reset_parameters()  # type: ignore[misc]
@@ -157,7 +161,7 @@ class Decorrelated(RunningMoments):
         if mode == "none" or x.numel() == 0:
             return x, None
         dim = (1,) if self._per_row_scale else tuple(range(1, x.dim()))
-        center, gain = whitening.sample_scale(x, mode, dim, inside)
+        center, gain = whitening.sample_scale(x, mode, dim, inside, self.settings.scale_eps)
         if mode != "standardize" and not narrow:
             return x, gain
         scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
@@ -292,6 +296,21 @@ class Decorrelated(RunningMoments):
             shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
         product = matrix_weight(torch.cat(folded, 1) / unit, weight, self._transposed)
         constant = -shift.flatten() if bias is None else bias.to(d.dtype) - shift.flatten()
+        return product.to(weight.dtype), constant.to(weight.dtype)
+
+    def _unfolded(
+        self, d: Tensor, mean: Tensor, unit: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """D⁻¹·W and b + μ·W: the parameters for which the layer is the plain one with this weight and bias."""
+        groups, taps = self.layout.groups, self.layout.taps
+        matrix = weight_matrix(weight.double(), groups, self._transposed)
+        unfolded, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
+        for d_part, mean_part, blocks in self.layout.split(d.double(), mean.double(), matrix):
+            product, constant = whitening.unfold(d_part, mean_part, blocks)
+            unfolded.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
+            shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
+        product = matrix_weight(torch.cat(unfolded, 1) * unit, weight, self._transposed)
+        constant = shift.flatten() * unit if bias is None else bias.double() + shift.flatten() * unit
         return product.to(weight.dtype), constant.to(weight.dtype)
 
 

@@ -38,7 +38,10 @@ class Linear(Decorrelated, nn.Linear):
         settings: Settings | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._setup(settings, groups=1, channels=in_features, kernel=())
+        self._decorrelate(settings)
+
+    def _decorrelate(self, settings: Settings | None) -> None:
+        self._setup(settings, groups=1, channels=self.in_features, kernel=())
 
     def forward(self, input: Tensor) -> Tensor:
         is_tensor = isinstance(input, Tensor) and input.dim() > 0
@@ -83,7 +86,10 @@ class _Conv(Decorrelated, _ConvNd):
         stock.__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self._setup(settings, groups, in_channels, self.kernel_size)
+        self._decorrelate(settings)
+
+    def _decorrelate(self, settings: Settings | None) -> None:
+        self._setup(settings, self.groups, self.in_channels, self.kernel_size)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._accepts(input):
@@ -151,7 +157,10 @@ class _ConvTranspose(Decorrelated, _ConvTransposeNd):
         stock: Any = super()
         shape = (in_channels, out_channels, kernel_size, stride, padding, output_padding)
         stock.__init__(*shape, groups, bias, dilation, padding_mode, device, dtype)
-        self._setup(settings, groups, in_channels, self.kernel_size)
+        self._decorrelate(settings)
+
+    def _decorrelate(self, settings: Settings | None) -> None:
+        self._setup(settings, self.groups, self.in_channels, self.kernel_size)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         n = len(self.kernel_size)

@@ -23,7 +23,7 @@ class RunningMoments(nn.Module):
     if their rows had come in one batch. Without a graph (no_grad, frozen weights) every call is a step.
     """
 
-    _version = 1  # of the state_dict
+    _version = 2  # of the state_dict; 1 is that of torch.nn's layers, which hold no statistics
 
     layout: Layout
     _label: str  # the layer in messages
@@ -244,6 +244,7 @@ class RunningMoments(nn.Module):
                     f"{self.settings!r}, got {tuple(given.shape)}; "
                     "build the layer with the block and shared settings of the checkpoint"
                 )
+        self._load_plain(state_dict, prefix, *args)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in ("running_mean", "running_cov"):  # assign=True takes tensors as they are
             given = self._buffers[name]
@@ -253,6 +254,18 @@ class RunningMoments(nn.Module):
             self.step_mean, self.step_cov = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
             self.step_rows = torch.zeros_like(self.running_mean[0, 0])
         self._new_step()  # in place wherever possible: a captured CUDA graph goes on writing to these buffers
+
+    def _load_plain(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The state of a plain layer has no statistics: the layer then forgets its own, and evaluates as that layer."""
+        names = ("running_mean", "running_cov", "num_batches_tracked")
+        if any(prefix + name in state_dict for name in names) or prefix + "weight" not in state_dict:
+            return
+        metadata, missing = args[0], args[2]
+        self.reset_running_stats()
+        if 1 <= metadata.get("version", 0) < self._version:  # written by a torch.nn layer: this is all it has
+            state_dict.update({prefix + name: getattr(self, name).clone() for name in names})
+        elif not any(_PLAIN_STATE in key for key in missing):  # once, for whoever reads the names that are missing
+            missing.append(f"{prefix}running_*: {_PLAIN_STATE}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _OWN}
@@ -272,6 +285,10 @@ def _must_not_keep() -> bool:
     )
 
 
+_PLAIN_STATE = (
+    "no statistics in this state; if it is that of a plain model, load it before ndpp.convert_(model, "
+    "calibration=batches), or with strict=False to evaluate as that model"
+)
 _OWN = ("_awaiting", "_seen_masked", "_cache", "_collecting")
 
 

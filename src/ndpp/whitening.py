@@ -43,11 +43,14 @@ def magnitude(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
 # --- S: each sample's own scale ---
 
 
-def sample_scale(x: Tensor, mode: str, dim: tuple[int, ...], valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample_scale(
+    x: Tensor, mode: str, dim: tuple[int, ...], valid: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(center, gain) of each sample such that S·x = (x - center)·gain; center is zero but for "standardize".
 
-    `valid` (broadcastable to x, boolean) leaves padding out. A sample without any scale (all zeros) has gain 0: its
-    features are then 0, and so are their gradients, instead of a division by nothing.
+    `eps` is added to the square of the scale (to the scale itself for "l1"). `valid` (broadcastable to x, boolean)
+    leaves padding out. A sample without any scale (all zeros) has gain 0: its features are then 0, and so are their
+    gradients, instead of a division by nothing.
     """
     x = x.to(statistics_dtype(x.dtype))
     if valid is not None:
@@ -60,14 +63,15 @@ def sample_scale(x: Tensor, mode: str, dim: tuple[int, ...], valid: Tensor | Non
         return (values * share).sum(dim, keepdim=True) / share.sum(dim, keepdim=True).clamp_min(1.0)
 
     if mode == "l1":
-        size = mean(x.abs())
+        size = mean(x.abs()) + eps
         return torch.zeros_like(size), _reciprocal(size, where=size > torch.finfo(size.dtype).tiny)
     unit = magnitude(x, dim).clamp_min(SMALLEST_UNIT)
     z = x / unit
     center, power = mean(z), mean(z.square())
     # A spread below the rounding of the data is none. The floor is relative, so that scale invariance stays exact.
     floor = (8 * torch.finfo(z.dtype).eps) ** 2 * power
-    variance = torch.maximum(mean((z - center).square()), floor)
+    variance = power if mode == "rms" else torch.maximum(mean((z - center).square()), floor)
+    variance = variance if eps == 0 else variance + (math.sqrt(eps) / unit).square()
     deviation = torch.where(power > 0, variance, 1.0).sqrt()
     present = (power > 0) & (deviation * unit > torch.finfo(z.dtype).tiny)  # 1/σ is beyond the dtype otherwise
     gain = _reciprocal(deviation, where=present) / unit  # in this order: 1/σ² of the gradient stays in range, too
@@ -262,3 +266,8 @@ def fold(d: Tensor, mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """D·W (blocks, f, o) and μ·D·W (blocks, o) of weights (blocks, f, o); one D for all blocks, or one for each."""
     folded = d @ weight
     return folded, (mean[:, None, :] @ folded).squeeze(1)
+
+
+def unfold(d: Tensor, mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """D⁻¹·W and μ·W, the way back from weights of the plain layer. What D drops (no variance) stays dropped."""
+    return torch.linalg.pinv(d, hermitian=True) @ weight, (mean[:, None, :] @ weight).squeeze(1)

@@ -1,0 +1,88 @@
+"""Running a model on batches as data loaders give them, and its outputs as tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def feed(model: nn.Module, batch: Any) -> Any:
+    """The output for a batch: a tensor, a mapping of arguments, a tuple whose first is the input, or a function."""
+    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
+        return batch(model)
+    batch = _moved(batch, _device(model))
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        if not batch:
+            raise ValueError("a batch is empty; expected (input, ...)")
+        return model(batch[0])
+    return model(batch)
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            return tensor.device
+    return None
+
+
+def _moved(batch: Any, device: torch.device | None) -> Any:
+    if isinstance(batch, Tensor):
+        return batch if device is None else batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_moved(value, device) for value in batch) if type(batch) in (tuple, list) else batch
+    return batch
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """All tensors in a model's output, whatever it is made of, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return [tensor for value in output.values() for tensor in tensors(value)]
+    if isinstance(output, (tuple, list)):
+        return [tensor for value in output for tensor in tensors(value)]
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [tensor for f in dataclasses.fields(output) for tensor in tensors(getattr(output, f.name))]
+    return []
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            if module._modules:
+                module.training = mode  # its children have their own
+            elif module.training != mode:
+                module.train(mode)
+
+
+def shown(batches: Iterable[Any], progress: bool | None, title: str) -> Iterable[Any]:
+    """The batches, under a progress bar where there is a terminal and rich is installed."""
+    if progress is None:
+        progress = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not progress:
+        return batches
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("progress=True needs rich: pip install 'ndpp[inspect]'") from error
+    total = len(batches) if isinstance(batches, Sized) else None
+    return track(batches, title, total=total, console=Console(stderr=True))

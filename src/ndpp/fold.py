@@ -1,0 +1,96 @@
+"""fold_: back to stock torch.nn layers, with D·W and the centred bias baked in."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import whitening
+from .attention import MultiheadAttention, Projection
+from .convert import refuse_wrapped
+from .decorrelated import Decorrelated
+from .norms import forget_removed_
+from .surgery import enable_fast_paths_, stock_class
+
+_STATE = ("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
+_OWN = ("_settings", "layout", "_label", "_awaiting", "_seen_masked", "_cache", "_collecting", "_stock")
+
+
+@torch.no_grad()
+def fold_(model: nn.Module) -> nn.Module:
+    """Turn every ndpp layer into the stock layer that computes its evaluation output, in place.
+
+    A layer with a scale becomes a stock layer that scales its input first. The weights are new Parameters: optimizers
+    and tied modules keep the old ones. To go on training, fold a ``copy.deepcopy(model)``.
+
+    Returns:
+        The model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ndpp.fold_: expected an nn.Module; got {type(model).__name__}")
+    refuse_wrapped(model, "ndpp.fold_", "fold")
+    for module in list(model.modules()):
+        if isinstance(module, MultiheadAttention):
+            module._restore_stock_()
+        elif isinstance(module, Decorrelated) and not isinstance(module, Projection):
+            _fold_layer_(module)
+        else:
+            forget_removed_(module)
+    enable_fast_paths_(model)
+    return model
+
+
+def _fold_layer_(layer: Decorrelated) -> None:
+    old: Any = layer.bias
+    weight, bias = layer._folded(*layer._evaluation_root(), layer.weight, old)
+    settings, per_row, stock = layer.settings, layer._per_row_scale, stock_class(layer)
+    scale = settings.scale
+    trains = layer.weight.requires_grad
+    for name in _STATE:
+        del layer._buffers[name]
+    layer._non_persistent_buffers_set.difference_update(_STATE)
+    for name in _OWN:
+        layer.__dict__.pop(name, None)
+    module: Any = layer
+    kind: Any = stock
+    module.__class__ = stock if scale == "none" else scaled_class(kind)
+    module.weight = nn.Parameter(weight, requires_grad=trains)
+    module.bias = nn.Parameter(bias, requires_grad=trains)
+    if scale != "none":
+        module.scale, module.scale_eps, module.scale_per_row = scale, settings.scale_eps, per_row
+
+
+class Scaled(nn.Module):
+    """S before a stock layer: each row, or each sample, over its own scale. Stock operations only."""
+
+    scale: str
+    scale_eps: float
+    scale_per_row: bool
+
+    def forward(self, input: Tensor, *args: Any) -> Tensor:
+        y: Tensor = super().forward(self._scaled(input), *args)
+        return y
+
+    def _scaled(self, input: Tensor) -> Tensor:
+        if self.scale_per_row:
+            dims: tuple[int, ...] = (input.dim() - 1,)
+        else:  # without a batch, the input is one sample
+            batched = input.dim() == len(self.kernel_size) + 2  # type: ignore[arg-type]
+            dims = tuple(range(1 if batched else 0, input.dim()))
+        center, gain = whitening.sample_scale(input, self.scale, dims, eps=self.scale_eps)
+        return ((input.to(gain.dtype) - center) * gain).to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale!r}"
+
+
+@functools.cache
+def scaled_class(stock: Any) -> type[nn.Module]:
+    return type(f"Scaled{stock.__name__}", (Scaled, stock), {"__doc__": Scaled.__doc__, "__module__": __name__})
+
+
+_NAMES = ("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)))
+globals().update({f"Scaled{name}": scaled_class(getattr(nn, name)) for name in _NAMES})  # where pickle looks for them

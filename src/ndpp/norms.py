@@ -1,0 +1,146 @@
+"""Normalisation layers of torch.nn and of other libraries: which they are, whether they hold anything, what they do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+Kind = Literal["batch", "layer", "group", "instance", "rms"]
+
+_STOCK: tuple[tuple[type[nn.Module], Kind], ...] = (
+    (_InstanceNorm, "instance"),
+    (_BatchNorm, "batch"),
+    (nn.LayerNorm, "layer"),
+    (nn.GroupNorm, "group"),
+    (nn.RMSNorm, "rms"),
+)
+# By name, for those that other libraries wrote themselves: LlamaRMSNorm, T5LayerNorm (which is RMS), FrozenBatchNorm2d.
+_BY_NAME: tuple[tuple[str, Kind], ...] = (
+    (r"RMS_?Norm|T5LayerNorm", "rms"),
+    (r"Batch_?Norm", "batch"),
+    (r"Layer_?Norm", "layer"),
+    (r"Group_?Norm", "group"),
+    (r"Instance_?Norm", "instance"),
+)
+_KEPT = ("drop", "act")  # what timm's norms with an activation do after normalising, in this order
+
+
+class Norm(NamedTuple):
+    """A normalisation: its kind, and the modules within it that stay when it goes."""
+
+    kind: Kind
+    after: tuple[nn.Module, ...]
+
+
+def is_named_norm(module: nn.Module) -> bool:
+    """Whether it calls itself a norm, and is not a container of other things as well."""
+    named = "norm" in type(module).__name__.lower() and not isinstance(module, (RemovedNorm, RemovedNormAct))
+    return named and (not module._modules or bool(module._parameters) or bool(module._buffers))
+
+
+def recognise(module: nn.Module) -> Norm | None:
+    """The normalisation that this module is, if it takes one tensor and is nothing more than that."""
+    name = type(module).__name__
+    kind = next((kind for stock, kind in _STOCK if isinstance(module, stock)), None)
+    if kind is None:
+        kind = next((kind for pattern, kind in _BY_NAME if re.search(pattern, name, re.IGNORECASE)), None)
+    children = dict(module.named_children())
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if kind is None or not own <= {"weight", "bias"} or not set(children) <= set(_KEPT) or not _takes_one(module):
+        return None
+    return Norm(kind, tuple(children[key] for key in _KEPT if key in children))
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether forward needs one argument. A norm with a condition (adaptive norms) is not one that can be left out."""
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return sum(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters) == 1
+
+
+def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """γ and β, whether they are parameters or buffers."""
+    gamma, beta = getattr(module, "weight", None), getattr(module, "bias", None)
+    return (gamma if isinstance(gamma, Tensor) else None), (beta if isinstance(beta, Tensor) else None)
+
+
+def statistics(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+    return (mean if isinstance(mean, Tensor) else None), (var if isinstance(var, Tensor) else None)
+
+
+def trained(values: dict[str, Any]) -> str | None:
+    """What shows that a norm with these tensors was trained: the name of one that is not as constructors leave it."""
+    gamma, beta = values.get("weight"), values.get("bias")
+    mean, var, count = values.get("running_mean"), values.get("running_var"), values.get("num_batches_tracked")
+    if any(value is not None and value.is_meta for value in (gamma, beta, mean, var, count)):
+        return None  # without values
+    checks = {  # a γ of one value is an initial one: 1, or 0 at the end of a residual branch
+        "weight": gamma is None or bool((gamma == gamma.flatten()[0]).all() if gamma.numel() > 1 else gamma in (0, 1)),
+        "bias": beta is None or not bool(beta.any()),
+        "running_mean": mean is None or not bool(mean.any()),
+        "running_var": var is None or bool((var == 1).all()),
+        "num_batches_tracked": count is None or int(count) == 0,
+    }
+    return next((name for name, fresh in checks.items() if not fresh), None)
+
+
+def evaluation_affine(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Per channel (a, c) with which a norm that evaluates by running statistics is a·x + c, in float64."""
+    mean, var = statistics(module)
+    if mean is None or var is None:
+        return None
+    gamma, beta = affine(module)
+    a = (var.double() + float(getattr(module, "eps", 1e-5))).rsqrt()
+    a = a if gamma is None else a * gamma.double()
+    c = -mean.double() * a
+    return a, c if beta is None else c + beta.double()
+
+
+class RemovedNorm(nn.Identity):
+    """What a removed norm becomes: the identity, which knows what was here when a checkpoint brings it back."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        values = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
+        shown = trained(values)
+        if shown is not None:
+            args[-1].append(
+                f"{prefix[:-1]}: the checkpoint holds a trained normalisation here ({shown} is not initial), which "
+                "ndpp.convert_ removed; load the checkpoint into the plain model first, and then convert with "
+                "ndpp.convert_(model, calibration=batches), which keeps what the model computes"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class RemovedNormAct(nn.Sequential):
+    """What a norm with an activation becomes: the activation alone, after dropout if it had one."""
+
+    _load_from_state_dict = RemovedNorm._load_from_state_dict  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def remove_(module: nn.Module, after: tuple[nn.Module, ...]) -> None:
+    """Leave a norm out, in place: whoever holds the module holds what remains of it."""
+    for tensors in (module._parameters, module._buffers):
+        tensors.clear()
+    module.__class__ = RemovedNormAct if after else RemovedNorm
+    for name in list(module._modules):
+        if module._modules[name] not in after:
+            del module._modules[name]
+
+
+def forget_removed_(module: nn.Module) -> None:
+    """A removed norm as a stock module."""
+    if isinstance(module, RemovedNorm):
+        module.__class__ = nn.Identity  # type: ignore[assignment]
+    elif isinstance(module, RemovedNormAct):
+        module.__class__ = nn.Sequential  # type: ignore[assignment]

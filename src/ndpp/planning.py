@@ -1,0 +1,187 @@
+"""What conversion will do to a model, decided before anything is touched."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from . import norms as normalisation
+from .norms import Norm
+from .reading import read_by_parents
+from .settings import Settings, named_settings
+from .surgery import is_ours, match, sizes
+
+Where = Callable[[nn.Module, str], bool]
+Overrides = Mapping[str, "Settings | str | None"]
+
+
+@dataclass
+class LayerPlan:
+    """A layer: our class for it and its settings, or why it is left alone."""
+
+    path: str
+    module: nn.Module
+    ours: type[Any] | None
+    settings: Settings
+    note: str = ""
+
+    @property
+    def decorrelates(self) -> bool:
+        return self.ours is not None or is_ours(self.module)
+
+
+@dataclass
+class NormPlan:
+    """A normalisation: whether it goes, and why not."""
+
+    path: str
+    module: nn.Module
+    norm: Norm | None
+    remove: bool
+    note: str = ""
+    remove_asked: bool = True  # norms="remove"
+    before: LayerPlan | None = None  # the layers around it, in the order of registration
+    after: list[LayerPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kind_name = type(self.module).__name__  # while it still is one
+
+
+@dataclass
+class Plan:
+    layers: list[LayerPlan]
+    norms: list[NormPlan]
+
+
+def make_plan(model: nn.Module, settings: Settings, where: Where | None, overrides: Overrides, norms: str) -> Plan:
+    items: list[LayerPlan | NormPlan] = []
+    reasons = _Reasons(model, where, overrides)
+    inside = ""  # a MultiheadAttention, whose parts belong to it
+    for path, module in model.named_modules():
+        if inside and path.startswith(inside):
+            continue
+        if is_ours(module):
+            items.append(LayerPlan(path, module, None, settings, "an ndpp layer already"))
+        elif (found := _matched(module, path)) is not None:
+            chosen = reasons.settings(path, settings)
+            why = found.reason or reasons.against(path, module)
+            items.append(LayerPlan(path, module, None if why else found.ours, chosen or settings, why))
+        elif normalisation.is_named_norm(module):
+            items.append(NormPlan(path, module, normalisation.recognise(module), False))
+        if isinstance(module, nn.MultiheadAttention):
+            inside = f"{path}." if path else ""
+            if not path:
+                break
+    reasons.check_patterns([item.path for item in items if isinstance(item, LayerPlan)])
+    plan = Plan([i for i in items if isinstance(i, LayerPlan)], [i for i in items if isinstance(i, NormPlan)])
+    for norm in plan.norms:
+        _decide(norm, items, norms)
+    return plan
+
+
+def _matched(module: nn.Module, path: str) -> Any:
+    try:
+        return match(module)
+    except ValueError as error:
+        raise ValueError(f"ndpp.convert_: {path}: {type(module).__name__} is {error}") from None
+
+
+class _Reasons:
+    """Why a layer that could be converted is not."""
+
+    def __init__(self, model: nn.Module, where: Where | None, overrides: Overrides) -> None:
+        self.where = where
+        self.overrides = {pattern: None if s is None else named_settings(s) for pattern, s in overrides.items()}
+        self.read = read_by_parents(model)
+        self.holders: dict[int, list[str]] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                self.holders.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+
+    def pattern(self, path: str) -> str | None:
+        return next((pattern for pattern in self.overrides if fnmatch.fnmatchcase(path, pattern)), None)
+
+    def settings(self, path: str, default: Settings) -> Settings | None:
+        pattern = self.pattern(path)
+        return default if pattern is None else self.overrides[pattern]
+
+    def against(self, path: str, module: nn.Module) -> str:
+        if self.where is not None and not self.where(module, path):
+            return "excluded by where"
+        pattern = self.pattern(path)
+        if pattern is not None and self.overrides[pattern] is None:
+            return f"excluded by overrides[{pattern!r}]"
+        if module in self.read:
+            return f"{self.read[module]} reads its weight and never calls it"
+        weight = module._parameters.get("weight")
+        tied = [name for name in self.holders.get(id(weight), []) if name != f"{path}.weight".strip(".")]
+        if weight is not None and tied and pattern is None:  # to name it in overrides is to ask for it
+            return f"its weight is tied to {', '.join(tied)} (name this layer in overrides to convert it)"
+        return ""
+
+    def check_patterns(self, paths: list[str]) -> None:
+        for pattern in self.overrides:
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+                near = difflib.get_close_matches(pattern, paths, 1, 0)
+                hint = f"; the nearest is {near[0]!r}" if near else "; the model has no layers"
+                raise ValueError(f"ndpp.convert_: overrides[{pattern!r}] matches no layer of the model{hint}")
+
+
+# --- norms: redundant where what follows decorrelates ---
+
+
+def _decide(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: str) -> None:
+    """Without data, the order in which modules were registered stands for the order of computation."""
+    at = items.index(plan)
+    before = next((item for item in reversed(items[:at]) if isinstance(item, LayerPlan)), None)
+    following: list[LayerPlan] = []
+    for item in items[at + 1 :]:
+        if isinstance(item, NormPlan) and following:
+            break
+        if isinstance(item, LayerPlan):
+            following.append(item)
+    plan.before, plan.after = before, following
+    plan.remove_asked = norms == "remove"
+    plan.note = _reason_to_keep(plan, items, norms)
+    plan.remove = not plan.note
+
+
+def _reason_to_keep(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: str) -> str:
+    if norms == "keep":
+        return 'norms="keep"'
+    if plan.norm is None:
+        return "not a normalisation that ndpp knows to replace"
+    if plan.after:
+        if not plan.after[0].decorrelates:
+            return f"{plan.after[0].path}, the layer after it, is not decorrelated"
+    elif not _has_decorrelated_sibling(plan, items):
+        return "no decorrelated layer after it"
+    size = norm_size(plan.module)
+    near = [sizes(plan.before.module)[1]] if plan.before else []
+    near += [sizes(layer.module)[0] for layer in plan.after[:1]]
+    if size is not None and near and size not in near:
+        return f"its {size} features are those of no neighbouring layer"
+    return ""
+
+
+def _has_decorrelated_sibling(plan: NormPlan, items: list[LayerPlan | NormPlan]) -> bool:
+    parent = plan.path.rpartition(".")[0]
+    siblings = (item for item in items if isinstance(item, LayerPlan) and item.path.rpartition(".")[0] == parent)
+    return bool(parent) and any(item.decorrelates for item in siblings)
+
+
+def norm_size(module: nn.Module) -> int | None:
+    """Features or channels that a norm has values for, where it says so."""
+    shape = getattr(module, "normalized_shape", None)
+    if isinstance(shape, (tuple, list)):
+        return int(shape[0]) if len(shape) == 1 else None
+    for name in ("num_features", "num_channels"):
+        if isinstance(size := getattr(module, name, None), int):
+            return size
+    gamma, _ = normalisation.affine(module)
+    return None if gamma is None else gamma.numel()

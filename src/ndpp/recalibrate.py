@@ -1,0 +1,65 @@
+"""recalibrate_: the statistics of a whole data set, in place of the running averages of training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch import nn
+
+from .decorrelated import Decorrelated
+from .feeding import evaluating, feed, shown
+
+
+def recalibrate_(model: nn.Module, batches: Iterable[Any], *, progress: bool | None = None) -> int:
+    """Replace the running statistics of all layers by the exact ones over `batches`: every row counts once.
+
+    Each layer computes with the statistics of the current batch, as in training, while dropout is off and other norms
+    evaluate. Positions masked by :func:`ndpp.mask` and batches that are not finite stay out. Frozen layers keep theirs.
+
+    Args:
+        model: one with ndpp layers.
+        batches: tensors, mappings (``model(**batch)``), tuples whose first element is the input, or functions of the
+            model, for example ``lambda model: model(source, target)``.
+        progress: show a progress bar on standard error (needs rich); by default where that is a terminal.
+
+    Returns:
+        The number of batches. An error on the way leaves all statistics as they were.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Decorrelated) and not module.settings.freeze
+    }
+    if not layers:
+        raise ValueError("ndpp.recalibrate_: the model has no ndpp layers whose statistics may change")
+    with evaluating(model):
+        count, rows = collect_(layers, model, shown(batches, progress, "recalibrating"), "batch")
+    if count == 0:
+        raise ValueError("ndpp.recalibrate_: expected at least one batch; got none (is the loader used up?)")
+    unseen = [name or "the model" for name, seen in rows.items() if seen == 0]
+    if unseen:
+        warnings.warn(
+            f"ndpp.recalibrate_: {len(unseen)} layers saw no finite data and keep their statistics: "
+            f"{', '.join(unseen[:5])}",
+            stacklevel=2,
+        )
+    return count
+
+
+def collect_(
+    layers: dict[str, Any], model: nn.Module, batches: Iterable[Any], using: Literal["batch", "running"]
+) -> tuple[int, dict[str, float]]:
+    """Number of batches, and of rows by layer. The layers compute with batch statistics, or with those they have."""
+    count, finished = 0, False
+    for layer in layers.values():
+        layer._begin_collecting(using)
+    try:
+        for batch in batches:
+            feed(model, batch)
+            count += 1
+        finished = True
+    finally:
+        rows = {name: layer._end_collecting(count if finished else 0) for name, layer in layers.items()}
+    return count, rows

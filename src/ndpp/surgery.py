@@ -1,0 +1,172 @@
+"""How a stock layer becomes ours, in place: the object stays what everybody holds, only its class changes.
+
+Parameters, hooks, device, training flag, names and every reference to the module survive, and so do optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from . import layers
+from .attention import MultiheadAttention
+from .decorrelated import Decorrelated
+from .foreign import COUNTERPARTS, qualified_name
+from .settings import Settings
+
+_NAMES = ("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)))
+STOCK: dict[type, type[nn.Module]] = {getattr(layers, name): getattr(nn, name) for name in _NAMES}
+OURS: dict[type, type[Any]] = {stock: ours for ours, stock in STOCK.items()}
+OURS[nn.MultiheadAttention] = MultiheadAttention
+_HARMLESS = {"__init__", "extra_repr", "__repr__", "forward"}  # what a subclass may define; forward is looked at
+
+
+class Match(NamedTuple):
+    """Our class for a layer, or why there is none."""
+
+    ours: type[Any] | None
+    reason: str = ""
+
+
+def is_ours(module: nn.Module) -> bool:
+    return isinstance(module, (Decorrelated, MultiheadAttention))
+
+
+def match(module: nn.Module) -> Match | None:
+    """Our counterpart of a layer; None for a module that is no layer at all."""
+    kind = type(module)
+    base = next((stock for stock in OURS if isinstance(module, stock)), None)
+    named = COUNTERPARTS.get(qualified_name(kind))
+    if base is None and named is None:
+        return None
+    if parametrize.is_parametrized(module):
+        parametrized = ", ".join(getattr(module, "parametrizations", {}))
+        return Match(None, f"{parametrized} is parametrized: torch.nn.utils.parametrize.remove_parametrizations first")
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError("a lazy module without parameters; run a batch through the model before converting it")
+    if base is not nn.MultiheadAttention and not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return Match(None, "its weight is not a Parameter (weight_norm, spectral_norm or pruning hooks)")
+    weight = next(module.parameters(recurse=False), None)
+    if weight is None or not weight.is_floating_point() or weight.numel() == 0:
+        return Match(None, "its weight is not of a floating-point dtype, or empty")
+    if named is None and kind is not base:
+        assert base is not None
+        changed = sorted(_changed_by_subclass(kind, base))
+        if changed:
+            return Match(None, f"a subclass of nn.{base.__name__} that defines {', '.join(changed)}")
+    if named is None:
+        assert base is not None
+        named = OURS[base]
+    return Match(named)
+
+
+def _changed_by_subclass(kind: type, base: type) -> set[str]:
+    """What a subclass defines beyond its construction: then it is not provably the stock layer."""
+    defined: set[str] = set()
+    for parent in kind.__mro__[: kind.__mro__.index(base)]:
+        defined |= {name for name, value in vars(parent).items() if callable(value) or isinstance(value, property)}
+    if getattr(kind, "forward") is getattr(base, "forward"):  # noqa: B009  (mypy knows no forward of a type)
+        defined.discard("forward")
+    return defined - (_HARMLESS - {"forward"}) - {"__class__", "__module__", "__doc__"}
+
+
+def become_(module: nn.Module, ours: type[Any], settings: Settings, path: str) -> None:
+    """Turn a stock layer into ours."""
+    stock = type(module)
+    module.__class__ = ours
+    if STOCK.get(ours) is not stock:
+        module.__dict__["_stock"] = stock  # what fold_ turns it back into
+    module._decorrelate(settings)  # type: ignore[operator]
+    name_(module, path)
+
+
+def name_(module: nn.Module, path: str) -> None:
+    """Let the errors of a layer name its place in the model."""
+    for below, part in module.named_modules():
+        if isinstance(part, Decorrelated):
+            full = ".".join(filter(None, (path, below)))
+            part._label = f"{full}: {part._label}" if full else part._label
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    return module.__dict__.get("_stock") or STOCK[type(module)]
+
+
+def blocks(module: nn.Module) -> str:
+    """Blocks × features of a layer, as reports show them."""
+    if isinstance(module, MultiheadAttention):
+        module = next(part for part in module.modules() if isinstance(part, Decorrelated))
+    assert isinstance(module, Decorrelated)
+    return " + ".join(f"{count}×{width}" for count, width in module.layout.widths)
+
+
+def place(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def sizes(module: nn.Module) -> tuple[int, int]:
+    """Features (or channels) in and out."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim, module.embed_dim
+    names = ("in_features", "out_features") if hasattr(module, "in_features") else ("in_channels", "out_channels")
+    if hasattr(module, names[0]):
+        return getattr(module, names[0]), getattr(module, names[1])
+    weight: Any = module.weight
+    return weight.shape[0], weight.shape[1]  # transformers' Conv1D
+
+
+class Snapshot:
+    """Everything that conversion may change, to put it back if it fails."""
+
+    def __init__(self, model: nn.Module, values: bool) -> None:
+        self._modules = [(module, type(module), dict(module.__dict__)) for module in model.modules()]
+        self._inner = [
+            (value, dict(value)) for _, _, state in self._modules for value in state.values() if isinstance(value, dict)
+        ]
+        tensors: Iterator[torch.Tensor] = (t for pair in (model.parameters(), model.buffers()) for t in pair)
+        self._values = [(t, t.detach().clone()) for t in tensors] if values else []
+        self._training = [(module, module.training) for module in model.modules()]
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        for module, kind, state in self._modules:
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(state)
+        for inner, contents in self._inner:  # in place: handles of hooks refer to these very dictionaries
+            inner.clear()
+            inner.update(contents)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+
+
+# --- the fast paths of nn.Transformer* read raw weights and skip the layers ---
+
+
+def disable_fast_paths_(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(map(is_ours, module.modules())):
+            module.__dict__.setdefault("_fast_path", module.activation_relu_or_gelu)
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and any(map(is_ours, module.modules())):
+            module.__dict__.setdefault("_fast_path", module.use_nested_tensor)
+            module.use_nested_tensor = False
+
+
+def enable_fast_paths_(model: nn.Module) -> None:
+    """Only where the norms are there for the fast path to read."""
+    for module in model.modules():
+        if "_fast_path" not in module.__dict__:
+            continue
+        layers: Any = [module] if isinstance(module, nn.TransformerEncoderLayer) else module.layers
+        whole = isinstance(layers[0].norm1, nn.LayerNorm) and type(layers[0].self_attn) is nn.MultiheadAttention
+        value = module.__dict__.pop("_fast_path")
+        if whole and isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = value
+        elif whole:
+            module.use_nested_tensor = value
