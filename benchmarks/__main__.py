@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from . import cpu_table, data, defaults, summary
+from . import adoption, cpu_table, data, defaults, inference, summary, sweep
 
-COMMANDS = {"cpu-table": cpu_table, "defaults": defaults, "summary": summary, "pack": data}
+COMMANDS = {
+    "cpu-table": cpu_table,
+    "inference": inference,
+    "defaults": defaults,
+    "adoption": adoption,
+    "sweep": sweep,
+    "summary": summary,
+    "pack": data,
+}
 
 
 def main() -> None:

@@ -184,7 +184,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        print('No figure: matplotlib is missing. Install it with: pip install "ndpp[docs]"')
+        print('No figure: matplotlib is missing. Install it with: pip install "ndpp[inspect]"')
         return
     print(f"Figure saved to {out}")
     counts = f"{raw.steps} on raw features, {scaled.steps} on standardised and {layer.steps} on decorrelated ones"

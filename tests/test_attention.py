@@ -168,12 +168,12 @@ def test_without_data_it_is_the_stock_module(name: str) -> None:
 # --- the formula ---
 
 
-def scaled(x: Tensor, mode: str) -> Tensor:
+def scaled(x: Tensor, mode: str, eps: float = 0.0) -> Tensor:
     if mode == "none":
         return x
     if mode == "l1":
         return x / x.abs().mean(-1, keepdim=True)
-    return (x - x.mean(-1, keepdim=True)) / x.std(-1, correction=0, keepdim=True)
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
 
 
 def whitened(x: Tensor, keep: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -351,15 +351,17 @@ class ScaledLinear(nn.Linear):
     """What stands for an out_proj with a scale that was folded."""
 
     scale: str
+    scale_eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(scaled(x, self.scale))
+        return super().forward(scaled(x, self.scale, self.scale_eps))
 
 
 @torch.no_grad()
 def fold(ours: MultiheadAttention) -> nn.MultiheadAttention:
     """As ndpp.fold_ does."""
     out, scale = ours.out_proj, ours.out_proj.settings.scale
+    assert scale in ("none", "l1", "standardize")
     ours._restore_stock_()
     kind = nn.Linear if scale == "none" else ScaledLinear
     folded = kind(E, E, dtype=torch.float64)
@@ -367,7 +369,7 @@ def fold(ours: MultiheadAttention) -> nn.MultiheadAttention:
         folded.parameters(), out._folded(*out._evaluation_root(), out.weight, out.bias), strict=True
     ):
         parameter.copy_(value)
-    folded.scale = scale
+    folded.scale, folded.scale_eps = scale, out.settings.scale_eps
     ours.out_proj = folded
     return ours
 
@@ -376,7 +378,7 @@ def fold(ours: MultiheadAttention) -> nn.MultiheadAttention:
 @pytest.mark.parametrize("name", CASES)
 def test_folding_keeps_the_evaluation(name: str, scale: Any) -> None:
     case = CASES[name]
-    ours = convert(stock(case), EXACT.replace(scale=scale))
+    ours = convert(stock(case), EXACT.replace(scale=scale, scale_eps=0.1))
     before = {n: (p, p.detach().clone()) for n, p in ours.named_parameters()}
     train(ours, case)
     inputs, call = arguments(case)
@@ -406,6 +408,22 @@ def test_folded_modules_take_the_fast_path_again() -> None:
     assert type(folded).forward is nn.MultiheadAttention.forward
 
 
+@pytest.mark.parametrize("scale", ["none", "l1"])
+def test_fold_(scale: Any) -> None:
+    """By ndpp.fold_: each part is of torch.nn's own class again, where S allows that."""
+    case = Case({"bias": False}, padding="bool")
+    ours = convert(stock(case), EXACT.replace(scale=scale))
+    train(ours, case)
+    inputs, call = arguments(case)
+    want = ours(*inputs, **call)
+    folded = ndpp.fold_(ours)
+    assert_alike(folded(*inputs, **call), want, 1e-10)
+    if scale == "none":
+        assert [type(part) for part in folded.modules()] == [type(part) for part in stock(case).modules()]
+    empty = inputs[0][:, :0]
+    assert folded(empty, inputs[1][:, :0], inputs[2][:, :0])[0].shape == empty.shape
+
+
 def test_folding_keeps_what_is_frozen() -> None:
     ours = convert(stock(Case({"bias": False})))
     ours.in_proj_weight.requires_grad_(False)
@@ -415,11 +433,12 @@ def test_folding_keeps_what_is_frozen() -> None:
     assert ours.out_proj.weight.requires_grad
 
 
-def test_a_scale_of_out_proj_alone_is_kept() -> None:
-    """The stock module reads the weight of out_proj and never calls it."""
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "out_proj"])
+def test_a_scale_of_one_part_is_kept(part: str) -> None:
+    """The stock module reads the weight of out_proj and never calls it: it cannot stand for one with a scale."""
     case = Case()
     ours = convert(stock(case))
-    ours.out_proj.settings = ours.out_proj.settings.replace(scale="standardize")
+    getattr(ours, part).settings = EXACT.replace(scale="standardize")
     train(ours, case)
     inputs, call = arguments(case)
     want = ours(*inputs, **call)
@@ -522,6 +541,15 @@ def test_errors_are_torchs_and_leave_no_trace(name: str, batch_first: bool, trai
         ours(*inputs, **call)
     assert str(got.value) == str(want.value)
     assert all(part.num_batches_tracked == 0 for part in ours.children())
+
+
+def test_errors_come_before_any_fast_path() -> None:
+    """torch's fast path would take this padding of the wrong length, or fail on it in another way."""
+    case = Case({"batch_first": True}, "self")
+    ours = convert(stock(case).eval())
+    (x, _, _), _ = arguments(case)
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"Expected key_padded_mask.shape\[1\] to be 7"):
+        ours(x, x, x, key_padding_mask=torch.zeros(3, 6, dtype=torch.bool))
 
 
 def test_errors_name_the_projection() -> None:

@@ -2,6 +2,7 @@
 
 from .convert import convert_
 from .fold import fold_
+from .inspection import inspect
 from .layers import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Linear
 from .masking import mask
 from .recalibrate import recalibrate_
@@ -22,6 +23,7 @@ __all__ = [
     "__version__",
     "convert_",
     "fold_",
+    "inspect",
     "mask",
     "recalibrate_",
 ]

@@ -160,13 +160,15 @@ def _fold_norms_(plan: Plan, flow: Flow, evidence: _Evidence) -> None:
         norm.note = _fold_norm_(norm, flow, evidence, by_module)
         norm.remove = norm.note.startswith("folded")
         if norm.remove:
-            normalisation.remove_(norm.module, norm.norm.after)
+            normalisation.remove_(norm.module, norm.norm.after, norm.read is not None)
 
 
 def _fold_norm_(norm: NormPlan, flow: Flow, evidence: _Evidence, layers: dict[nn.Module, LayerPlan]) -> str:
     """Fold one norm; what was done, or why it is kept."""
     assert norm.norm is not None
     module = norm.module
+    if norm.read is not None and norm.read.values:
+        return f"kept: {norm.read.parent} reads its weight"
     if module not in flow.outputs:
         return "kept: not used by the calibration data"
     if module not in evidence.error:

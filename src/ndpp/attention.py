@@ -1,7 +1,4 @@
-"""Multi-head attention on decorrelated data: torch.nn's module, its four weights as they are, each used as D·W.
-
-torch's fast paths read the weights themselves and would leave D out, so that none may run: this is their slow path.
-"""
+"""Multi-head attention on decorrelated data: torch.nn's module, its four weights as they are, each used as D·W."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class Projection(Decorrelated):
 
 
 class _SlowPath(nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention without its fast path; a subclass says how to project, and out_proj is called."""
+    """torch.nn.MultiheadAttention by its slow path: the fast ones read the weights, and would leave D and S out."""
 
     def forward(
         self,
@@ -78,11 +75,13 @@ class _SlowPath(nn.MultiheadAttention):
             view = query.view_as(query)  # not the same as the key, so that no fast path comes before torch's own error
             super().forward(view, key, value, key_padding_mask, need_weights, attn_mask, is_causal=is_causal)
             raise AssertionError("torch.nn takes these arguments and ndpp does not; please report them")
-        of_keys = None if padding is None or masking.active() is not None else ~torch.isneginf(padding)
-        of_queries = of_keys if query is key else None
+        # Positions that count: an active mask is that of the queries; keys of another sequence have their own.
+        is_self = query is key
+        of_keys = None if padding is None or (is_self and masking.active() is not None) else ~torch.isneginf(padding)
+        of_queries = of_keys if is_self else None
         with _counting(of_queries):
             q = self._project(0, inputs[0])
-        with _counting(of_keys):
+        with _counting(of_keys) if is_self else masking.mask(of_keys):
             k, v = self._project(1, inputs[1]), self._project(2, inputs[2])
         if not batched:
             q, k, v = q[None], k[None], v[None]
@@ -216,9 +215,9 @@ class MultiheadAttention(_SlowPath):
         had_bias = self.in_proj_bias is not None
         self.in_proj_bias = nn.Parameter(torch.cat([bias for _, bias in folded]), trains)
         stock: Any = self
-        out, scales = stock.out_proj, tuple(part.settings.scale for part in parts)
+        out, scales = stock.out_proj, tuple((part.settings.scale, part.settings.scale_eps) for part in parts)
         of_out = getattr(getattr(out, "settings", out), "scale", "none")  # of ours, or of what fold_ made of it
-        if {*scales, of_out} != {"none"}:  # the stock module would read the weight of out_proj, and not call it
+        if {of_out, *dict(scales)} != {"none"}:  # stock attention would read out_proj's weight, and not call it
             stock.__class__, stock.scales = ScaledMultiheadAttention, scales
             return
         stock.__class__ = nn.MultiheadAttention
@@ -231,12 +230,13 @@ class MultiheadAttention(_SlowPath):
 class ScaledMultiheadAttention(_SlowPath):
     """What is left of MultiheadAttention for inference where S is not 1: plain weights on scaled rows."""
 
-    scales: tuple[str, str, str]  # of query, key and value; out_proj scales its own input
+    scales: tuple[tuple[str, float], ...]  # and their ε, of query, key and value; out_proj scales its own input
 
     def _project(self, index: int, x: Tensor) -> Tensor:
         weights, biases = self._in_weights()
-        if self.scales[index] != "none" and x.numel() > 0:
-            center, gain = whitening.sample_scale(x, self.scales[index], (-1,))
+        scale, eps = self.scales[index]
+        if scale != "none":
+            center, gain = whitening.sample_scale(x, scale, (-1,), eps=eps)
             x = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
         return F.linear(x, weights[index], biases[index])
 

@@ -131,7 +131,7 @@ def _remove_norms_(plan: Plan) -> None:
                 _give_bias_after_(norm)
     for norm in plan.norms:
         if norm.remove and norm.norm is not None:
-            normalisation.remove_(norm.module, norm.norm.after)
+            normalisation.remove_(norm.module, norm.norm.after, norm.read is not None)
 
 
 @torch.no_grad()

@@ -63,6 +63,7 @@ COUNTERPARTS: dict[str, type[Decorrelated]] = {
     "transformers.pytorch_utils.Conv1D": Conv1D,
     "timm.layers.conv2d_same.Conv2dSame": Conv2dSame,
     "timm.layers.linear.Linear": Linear,
+    "transformers.models.falcon.modeling_falcon.FalconLinear": Linear,
     "torch.nn.modules.linear.NonDynamicallyQuantizableLinear": Linear,
 }
 

@@ -23,6 +23,7 @@ class _OfCompiled:
 
 
 _thread = _OfThread()
+_compiled = _OfCompiled()
 
 
 @contextmanager
@@ -42,16 +43,16 @@ def mask(valid: Tensor | None) -> Iterator[None]:
         seen = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise TypeError(f"ndpp.mask: expected a boolean tensor of shape (batch, ...), True where data is; got {seen}")
     previous = _thread.valid
-    _thread.valid = _OfCompiled.valid = valid
+    _thread.valid = _compiled.valid = valid
     try:
         yield
     finally:
-        _thread.valid = _OfCompiled.valid = previous
+        _thread.valid = _compiled.valid = previous
 
 
 def active() -> Tensor | None:
     """The mask in force, if any."""
-    return _OfCompiled.valid if torch.compiler.is_compiling() else _thread.valid
+    return _compiled.valid if torch.compiler.is_compiling() else _thread.valid
 
 
 def fit(valid: Tensor, batch: int, sizes: tuple[int, ...], resample: bool = True) -> Tensor:

@@ -128,10 +128,16 @@ class RemovedNormAct(nn.Sequential):
 
 
 @torch.no_grad()
-def remove_(module: nn.Module, after: tuple[nn.Module, ...]) -> None:
-    """Leave a norm out, in place: whoever holds the module holds what remains of it."""
+def remove_(module: nn.Module, after: tuple[nn.Module, ...], asked_for: bool = False) -> None:
+    """Leave a norm out, in place: whoever holds the module holds what remains of it.
+
+    `asked_for`: code elsewhere asks for the dtype or device of its weight, and finds an empty one.
+    """
+    weight, _ = affine(module)
     for tensors in (module._parameters, module._buffers):
         tensors.clear()
+    if asked_for and weight is not None:
+        module.register_buffer("weight", weight.new_empty(0), persistent=False)
     module.__class__ = RemovedNormAct if after else RemovedNorm
     for name in list(module._modules):
         if module._modules[name] not in after:

@@ -12,7 +12,7 @@ from torch import nn
 
 from . import norms as normalisation
 from .norms import Norm
-from .reading import read_by_parents
+from .reading import Read, read_by_parents
 from .settings import Settings, named_settings
 from .surgery import is_ours, match, sizes
 
@@ -45,6 +45,7 @@ class NormPlan:
     remove: bool
     note: str = ""
     remove_asked: bool = True  # norms="remove"
+    read: Read | None = None  # code that reads its weight
     before: LayerPlan | None = None  # the layers around it, in the order of registration
     after: list[LayerPlan] = field(default_factory=list)
 
@@ -72,7 +73,8 @@ def make_plan(model: nn.Module, settings: Settings, where: Where | None, overrid
             why = found.reason or reasons.against(path, module)
             items.append(LayerPlan(path, module, None if why else found.ours, chosen or settings, why))
         elif normalisation.is_named_norm(module):
-            items.append(NormPlan(path, module, normalisation.recognise(module), False))
+            read = reasons.read.get(module)
+            items.append(NormPlan(path, module, normalisation.recognise(module), False, read=read))
         if isinstance(module, nn.MultiheadAttention):
             inside = f"{path}." if path else ""
             if not path:
@@ -116,8 +118,9 @@ class _Reasons:
         pattern = self.pattern(path)
         if pattern is not None and self.overrides[pattern] is None:
             return f"excluded by overrides[{pattern!r}]"
-        if module in self.read:
-            return f"{self.read[module]} reads its weight and never calls it"
+        read = self.read.get(module)
+        if read is not None and read.values:
+            return f"{read.parent} reads its weight and never calls it"
         weight = module._parameters.get("weight")
         tied = [name for name in self.holders.get(id(weight), []) if name != f"{path}.weight".strip(".")]
         if weight is not None and tied and pattern is None:  # to name it in overrides is to ask for it
@@ -156,6 +159,8 @@ def _reason_to_keep(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: st
         return 'norms="keep"'
     if plan.norm is None:
         return "not a normalisation that ndpp knows to replace"
+    if plan.read is not None and plan.read.values:
+        return f"{plan.read.parent} reads its weight"
     if plan.after:
         if not plan.after[0].decorrelates:
             return f"{plan.after[0].path}, the layer after it, is not decorrelated"

@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,27 +14,36 @@ _ABOUT = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_
 _SETUP = ("init", "reset", "load", "extra_repr", "fuse", "reparam", "tie", "resize", "flops", "prune")
 
 
-def read_by_parents(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose weight or bias the code of a parent reads, with the name of the parent's class.
+class Read(NamedTuple):
+    """The class whose code reads the weight or bias of a module, and whether it reads values or asks for the dtype."""
 
-    Such a layer computes nothing itself: to decorrelate it would change nothing, and leave its input unnormalised.
+    parent: str
+    values: bool
+
+
+def read_by_parents(model: nn.Module) -> dict[nn.Module, Read]:
+    """Modules whose weight or bias the code of a parent reads.
+
+    A layer whose values are read computes nothing itself: to decorrelate it would change nothing, and leave its input
+    unnormalised.
     """
-    found: dict[nn.Module, str] = {}
+    found: dict[nn.Module, Read] = {}
     for parent in model.modules():
         kind: Any = type(parent)
-        for path in read_by_class(kind):
+        for path, values in read_by_class(kind):
             try:
                 child = parent.get_submodule(path)
             except AttributeError:
                 continue
-            found.setdefault(child, type(parent).__name__)
+            values = values or (child in found and found[child].values)
+            found[child] = Read(type(parent).__name__, values)
     return found
 
 
 @functools.cache
-def read_by_class(kind: Any) -> frozenset[str]:
-    """Paths p for which a method of the class reads self.p.weight or self.p.bias to compute with it."""
-    paths: set[str] = set()
+def read_by_class(kind: Any) -> frozenset[tuple[str, bool]]:
+    """Paths p for which a method of the class reads self.p.weight or self.p.bias, and whether to compute with it."""
+    paths: set[tuple[str, bool]] = set()
     for base in kind.__mro__:
         if base is nn.Module:
             break
@@ -43,12 +52,12 @@ def read_by_class(kind: Any) -> frozenset[str]:
     return frozenset(paths)
 
 
-def _read_in_source(kind: type) -> set[str]:
+def _read_in_source(kind: type) -> set[tuple[str, bool]]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
         return set()
-    paths: set[str] = set()
+    paths: set[tuple[str, bool]] = set()
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     for function in body:
         if isinstance(function, ast.FunctionDef) and not any(word in function.name for word in _SETUP):
@@ -56,14 +65,14 @@ def _read_in_source(kind: type) -> set[str]:
     return paths
 
 
-def _read_in_function(function: ast.FunctionDef) -> set[str]:
+def _read_in_function(function: ast.FunctionDef) -> set[tuple[str, bool]]:
     above = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
-    paths: set[str] = set()
+    paths: set[tuple[str, bool]] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias") and isinstance(node.ctx, ast.Load):
             path = _path_from_self(node.value)
-            if path and not _is_about(node, above.get(node)):
-                paths.add(path)
+            if path:
+                paths.add((path, not _is_about(node, above.get(node))))
     return paths
 
 

@@ -5,6 +5,7 @@ Parameters, hooks, device, training flag, names and every reference to the modul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,7 +24,11 @@ _NAMES = ("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 
 STOCK: dict[type, type[nn.Module]] = {getattr(layers, name): getattr(nn, name) for name in _NAMES}
 OURS: dict[type, type[Any]] = {stock: ours for ours, stock in STOCK.items()}
 OURS[nn.MultiheadAttention] = MultiheadAttention
-_HARMLESS = {"__init__", "extra_repr", "__repr__", "forward"}  # what a subclass may define; forward is looked at
+_HARMLESS = {  # what a subclass may define of its own
+    *("__init__", "extra_repr", "__repr__", "__module__", "__doc__", "__qualname__", "__annotations__", "__dict__"),
+    *("__constants__", "__static_attributes__", "__firstlineno__", "__weakref__", "__annotate__", "__annotate_func__"),
+    *("__annotations_cache__",),
+}
 
 
 class Match(NamedTuple):
@@ -54,25 +59,37 @@ def match(module: nn.Module) -> Match | None:
     weight = next(module.parameters(recurse=False), None)
     if weight is None or not weight.is_floating_point() or weight.numel() == 0:
         return Match(None, "its weight is not of a floating-point dtype, or empty")
-    if named is None and kind is not base:
-        assert base is not None
-        changed = sorted(_changed_by_subclass(kind, base))
-        if changed:
-            return Match(None, f"a subclass of nn.{base.__name__} that defines {', '.join(changed)}")
-    if named is None:
-        assert base is not None
-        named = OURS[base]
-    return Match(named)
+    if named is not None or kind is base:
+        return Match(named or OURS[kind])
+    assert base is not None
+    changed = sorted(_changed_by_subclass(kind, base))
+    if changed:
+        return Match(None, f"a subclass of nn.{base.__name__} that defines its own {', '.join(changed)}")
+    ours: Any = OURS[base]
+    own: Any = kind
+    return Match(combined(ours, own))
 
 
 def _changed_by_subclass(kind: type, base: type) -> set[str]:
-    """What a subclass defines beyond its construction: then it is not provably the stock layer."""
-    defined: set[str] = set()
-    for parent in kind.__mro__[: kind.__mro__.index(base)]:
-        defined |= {name for name, value in vars(parent).items() if callable(value) or isinstance(value, property)}
-    if getattr(kind, "forward") is getattr(base, "forward"):  # noqa: B009  (mypy knows no forward of a type)
-        defined.discard("forward")
-    return defined - (_HARMLESS - {"forward"}) - {"__class__", "__module__", "__doc__"}
+    """What a subclass redefines beyond its construction: then it is not provably the stock layer."""
+    defined = {name for parent in kind.__mro__[: kind.__mro__.index(base)] for name in vars(parent)}
+    return {name for name in defined - _HARMLESS if hasattr(OURS[base], name)}
+
+
+@functools.cache
+def combined(ours: Any, kind: Any) -> type[Any]:
+    """Our layer that is still an instance of its own class, with the methods that class adds."""
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _rebuilt, (ours, kind), self.__getstate__()
+
+    return type(kind.__name__, (ours, kind), {"__reduce_ex__": reduce, "__module__": kind.__module__})
+
+
+def _rebuilt(ours: Any, kind: Any) -> nn.Module:
+    both: Any = combined(ours, kind)
+    new: nn.Module = object.__new__(both)
+    return new
 
 
 def become_(module: nn.Module, ours: type[Any], settings: Settings, path: str) -> None:
@@ -164,9 +181,16 @@ def enable_fast_paths_(model: nn.Module) -> None:
         if "_fast_path" not in module.__dict__:
             continue
         layers: Any = [module] if isinstance(module, nn.TransformerEncoderLayer) else module.layers
-        whole = isinstance(layers[0].norm1, nn.LayerNorm) and type(layers[0].self_attn) is nn.MultiheadAttention
+        whole = all(_reads_plain_layers(layer) for layer in layers)
         value = module.__dict__.pop("_fast_path")
         if whole and isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = value
         elif whole:
             module.use_nested_tensor = value
+
+
+def _reads_plain_layers(layer: Any) -> bool:
+    """Whether all that the fast path reads is there, and is all there is to it."""
+    norms = all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in (layer.norm1, layer.norm2))
+    linear = all(type(part) is nn.Linear for part in (layer.linear1, layer.linear2))
+    return norms and linear and type(layer.self_attn) is nn.MultiheadAttention

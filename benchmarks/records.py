@@ -1,0 +1,45 @@
+"""What every result record carries: versions, device, source and date."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ndpp
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def header(device: str) -> str:
+    return f"{device_name(device)}, torch {torch.__version__}, ndpp {ndpp.__version__}"
+
+
+def source() -> str:
+    """A hash of the library, where there is no version control to ask."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def append(out: Path | None, record: dict[str, Any], device: str) -> None:
+    """One JSON line; nothing without a file."""
+    if out is None:
+        return
+    stamp = {"torch": torch.__version__, "ndpp": ndpp.__version__, "device": device_name(device), "source": source()}
+    stamp["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        file.write(json.dumps({**record, **stamp}) + "\n")
