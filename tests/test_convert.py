@@ -1,6 +1,7 @@
 """convert_: what becomes of every kind of module, what survives, and what is refused."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -175,16 +176,26 @@ class Doubled(nn.Linear):
 
 
 class Helped(nn.Linear):
-    def helper(self) -> None: ...
+    def helper(self) -> int:
+        return self.in_features
 
 
 def test_subclasses() -> None:
+    """What only adds to the stock layer stays an instance of its class; what overrides it is left alone."""
     model = nn.ModuleList([Renamed(3), Doubled(3, 3), Helped(3, 3)])
     report = ndpp.convert_(model)
-    assert [type(m) for m in model] == [ndpp.Linear, Doubled, Helped]
-    assert ["forward" in report.skipped[0].note, "helper" in report.skipped[1].note] == [True, True]
+    assert [isinstance(m, ndpp.Linear) for m in model] == [True, False, True]
+    assert [isinstance(m, kind) for m, kind in zip(model, (Renamed, Doubled, Helped), strict=True)] == [True] * 3
+    assert "forward" in report.skipped[0].note
+    assert report.converted[0].before == "Renamed"
+    assert model[2].helper() == 3
+    x = torch.randn(9, 3)
+    model[2](x).sum().backward()
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again[2]) is type(model[2])
+        torch.testing.assert_close(again.eval()[2](x), model.eval()[2](x))
     ndpp.fold_(model)
-    assert type(model[0]) is Renamed
+    assert [type(m) for m in model] == [Renamed, Doubled, Helped]
 
 
 def test_lazy_modules() -> None:
@@ -222,18 +233,55 @@ def test_layers_that_are_never_called_are_skipped() -> None:
     assert report.kept[0].path == "norm"
 
 
+class Asking(nn.Module):
+    """Asks a norm for its dtype, and reads the weight of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.read, self.last = nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.norm(x.to(self.norm.weight.dtype)))
+        return self.last(self.read(y) * self.read.weight)
+
+
+def test_norms_that_other_code_reads() -> None:
+    model = Asking()
+    report = ndpp.convert_(model)
+    assert [row.path for row in report.removed] == ["norm"]
+    assert "Asking reads its weight" in report.kept[0].note
+    model.double()(torch.randn(5, 4)).sum().backward()
+    assert "norm.weight" not in model.state_dict()
+
+
+def test_norms_registered_after_their_layers() -> None:
+    """The norms of the last block go with those of the others, the norm before the plain head stays."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList([Block(), Block()]), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
+    )
+    report = ndpp.convert_(model, overrides={"head": None})
+    assert [row.path for row in report.removed] == ["blocks.0.norm", "blocks.1.norm"]
+    assert [row.path for row in report.kept] == ["norm"]
+
+
 @pytest.mark.parametrize(
-    ("norm", "size"),
+    "norm",
     [
-        (lambda: nn.BatchNorm2d(8), 8),
-        (lambda: nn.SyncBatchNorm(8), 8),
-        (lambda: nn.GroupNorm(2, 8), 8),
-        (lambda: nn.InstanceNorm2d(8, affine=True), 8),
-        (lambda: nn.InstanceNorm2d(8), 8),
-        (lambda: nn.GroupNorm(1, 8), 8),
+        lambda: nn.BatchNorm2d(8),
+        lambda: nn.SyncBatchNorm(8),
+        lambda: nn.GroupNorm(2, 8),
+        lambda: nn.InstanceNorm2d(8, affine=True),
+        lambda: nn.InstanceNorm2d(8),
+        lambda: nn.GroupNorm(1, 8),
     ],
 )
-def test_norms_of_convolutions(norm, size: int) -> None:
+def test_norms_of_convolutions(norm) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), norm(), nn.ReLU(), nn.Conv2d(8, 4, 3))
     has_beta = getattr(model[1], "bias", None) is not None
     ndpp.convert_(model)

@@ -12,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -88,7 +87,9 @@ class Inspection:
     def medians(self) -> dict[str, Change]:
         """Of condition, rank and offdiagonal, over the layers in :attr:`worst`."""
         found = {name: [getattr(layer, name) for layer in self.worst] or [UNKNOWN] for name in NUMBERS}
-        return {name: Change(*map(median, zip(*changes, strict=True))) for name, changes in found.items()}
+        return {
+            name: Change(*torch.tensor(of, dtype=torch.float64).quantile(0.5, 0).tolist()) for name, of in found.items()
+        }
 
     def __str__(self) -> str:
         head, *rows = _table(self.measured, WIDTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ class NormPlan:
     note: str = ""
     remove_asked: bool = True  # norms="remove"
     read: Read | None = None  # code that reads its weight
+    by_neighbour: bool = False  # kept for want of a decorrelated layer after it
     before: LayerPlan | None = None  # the layers around it, in the order of registration
     after: list[LayerPlan] = field(default_factory=list)
 
@@ -83,6 +85,7 @@ def make_plan(model: nn.Module, settings: Settings, where: Where | None, overrid
     plan = Plan([i for i in items if isinstance(i, LayerPlan)], [i for i in items if isinstance(i, NormPlan)])
     for norm in plan.norms:
         _decide(norm, items, norms)
+    _decide_last_blocks(model, plan)
     return plan
 
 
@@ -154,6 +157,28 @@ def _decide(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: str) -> No
     plan.remove = not plan.note
 
 
+def _decide_last_blocks(model: nn.Module, plan: Plan) -> None:
+    """Blocks of a stack are alike, and the last one goes with the rest.
+
+    Where norms are registered after the layers of their block, the last block has other neighbours than the rest.
+    """
+
+    def place(norm: NormPlan) -> tuple[str, type[nn.Module]]:
+        return re.sub(r"\d+", "*", norm.path), type(model.get_submodule(_parent(norm.path)))
+
+    removed = {place(norm) for norm in plan.norms if norm.remove}
+    for norm in plan.norms:
+        if norm.by_neighbour and place(norm) in removed and place(norm)[1] not in _CONTAINERS:
+            norm.remove, norm.note = True, ""
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
 def _reason_to_keep(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: str) -> str:
     if norms == "keep":
         return 'norms="keep"'
@@ -163,8 +188,10 @@ def _reason_to_keep(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: st
         return f"{plan.read.parent} reads its weight"
     if plan.after:
         if not plan.after[0].decorrelates:
+            plan.by_neighbour = True
             return f"{plan.after[0].path}, the layer after it, is not decorrelated"
     elif not _has_decorrelated_sibling(plan, items):
+        plan.by_neighbour = True
         return "no decorrelated layer after it"
     size = norm_size(plan.module)
     near = [sizes(plan.before.module)[1]] if plan.before else []
@@ -175,8 +202,8 @@ def _reason_to_keep(plan: NormPlan, items: list[LayerPlan | NormPlan], norms: st
 
 
 def _has_decorrelated_sibling(plan: NormPlan, items: list[LayerPlan | NormPlan]) -> bool:
-    parent = plan.path.rpartition(".")[0]
-    siblings = (item for item in items if isinstance(item, LayerPlan) and item.path.rpartition(".")[0] == parent)
+    parent = _parent(plan.path)
+    siblings = (item for item in items if isinstance(item, LayerPlan) and _parent(item.path) == parent)
     return bool(parent) and any(item.decorrelates for item in siblings)
 
 
