@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import ndpp
+from ndpp.conversion.surgery import OURS, is_ours
 from ndpp.decorrelated import Decorrelated
-from ndpp.surgery import OURS, is_ours
 
 from .records import append, header
 from .zoo import ZOO, Entry, awake_

@@ -324,6 +324,27 @@ def test_norm_with_activation_keeps_the_activation() -> None:
     assert isinstance(model[1].act, nn.SiLU)
 
 
+def test_activations_do_not_overwrite_what_the_norm_was_given() -> None:
+    """A norm gave the activation a tensor of its own; without it, that is the residual stream."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act, self.layer = nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(self.act(self.norm(x)))
+
+    model, x = Residual(), torch.randn(8, 4)
+    ndpp.convert_(model, norms="keep")
+    assert model.act.inplace
+    model = Residual()
+    ndpp.convert_(model)
+    before = x.clone()
+    model(x)
+    assert torch.equal(x, before)
+
+
 def test_norm_that_no_layer_reads_is_kept() -> None:
     """Norms of queries and keys: of the size of a head, which no layer sees."""
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "q_norm": nn.LayerNorm(2), "proj": nn.Linear(8, 8)})

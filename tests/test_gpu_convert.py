@@ -41,7 +41,7 @@ def test_train_evaluate_fold(scale: str, autocast: torch.dtype | None) -> None:
     model = network().cuda().to(memory_format=torch.channels_last)
     parameters = set(model.parameters())
     ndpp.convert_(model, Settings(scale=scale))
-    assert {p for p in model.parameters()} <= parameters
+    assert set(model.parameters()) <= parameters
     assert all(b.is_cuda for b in model.buffers())
     x = torch.randn(16, 3, 9, 9, device="cuda").contiguous(memory_format=torch.channels_last)
     for _ in range(2):

@@ -20,8 +20,8 @@ import ndpp
 from cases import BY_LAYER
 from ndpp import Settings
 from ndpp.__main__ import main
+from ndpp.conversion.surgery import match
 from ndpp.inspection import FEW_ROWS, Inspection, inspect
-from ndpp.surgery import match
 from oracles import data_matrix
 
 # --- the oracle: numpy and float64 ---

@@ -358,7 +358,7 @@ def test_loading_keeps_the_buffers_that_a_captured_graph_writes_to() -> None:
 
 def test_strict_loading_names_what_is_missing() -> None:
     state = dict(nn.Linear(4, 3).state_dict())
-    with pytest.raises(RuntimeError, match="no statistics in this state.*running_cov"):
+    with pytest.raises(RuntimeError, match=r"no statistics in this state.*running_cov"):
         ndpp.Linear(4, 3).load_state_dict(state)
     missing = ndpp.Linear(4, 3).load_state_dict(state, strict=False).missing_keys
     assert missing[-3:] == ["running_mean", "running_cov", "num_batches_tracked"]

@@ -1,7 +1,6 @@
 """Real models: convert, two training steps, evaluate, fold. All 228 with -m slow, a representative few by default."""
 
 import pytest
-
 from benchmarks.sweep import sweep
 from benchmarks.zoo import ZOO, Entry
 

@@ -1,12 +1,10 @@
 """ndpp: layers that decorrelate what they see, in place of normalisation."""
 
-from .convert import convert_
-from .fold import fold_
-from .inspection import inspect
+from .conversion import Report, convert_, fold_
+from .inspection import Inspection, inspect
 from .layers import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Linear
 from .masking import mask
 from .recalibrate import recalibrate_
-from .report import Report
 from .settings import Settings
 from .version import __version__
 
@@ -17,6 +15,7 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "Inspection",
     "Linear",
     "Report",
     "Settings",

@@ -205,6 +205,12 @@ class Decorrelated(RunningMoments):
             values = torch.where(weight[:, None, None] > 0, values, 0.0)
         return Rows(values, weight, count, taps)
 
+    def _exact_moments(self, x: Tensor, grid: Grid, valid: Tensor | None) -> Moments:
+        """Of S·X over every position, without anything else that a call does."""
+        narrow = _runs_in_float16(x)
+        with _no_autocast(x.device.type):
+            return self._every_row(*self._scaled(x, valid, narrow), grid, valid)
+
     def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
         """Moments over every position, in chunks of bounded memory."""
         most = max(ELEMENTS_AT_ONCE // (x.shape[1] * self.layout.taps), 1)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .attention import MultiheadAttention, Projection
-from .decorrelated import Decorrelated, _no_autocast, _runs_in_float16
+from .conversion.planning import Where
+from .conversion.report import table as plain_table
+from .conversion.surgery import Snapshot, become_, blocks, is_ours, match
+from .decorrelated import Decorrelated
 from .feeding import evaluating, feed
 from .geometry import Grid
-from .planning import Where
-from .report import _table as plain_table
 from .settings import Settings, named_settings
-from .surgery import Snapshot, become_, blocks, is_ours, match
 from .whitening import Moments, merge, statistics_dtype
 
 if TYPE_CHECKING:
@@ -225,10 +225,8 @@ class _Watch:
         self.nonfinite += int((~finite).sum())
         self.total += float(torch.where(finite, seen, 0.0).abs().sum())
         if x.numel() > 0:
-            with _no_autocast(x.device.type):
-                scaled, gain = self.twin._scaled(x, valid, _runs_in_float16(x))
-                moments = self.twin._every_row(scaled, gain, grid, valid)
-                self.moments = moments if self.moments is None else merge(self.moments, moments)
+            moments = self.twin._exact_moments(x, grid, valid)
+            self.moments = moments if self.moments is None else merge(self.moments, moments)
         return operation(x, *weights) if isinstance(self.twin, Projection) else x  # attention goes on from there
 
     def result(self) -> LayerInspection:

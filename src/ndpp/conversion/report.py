@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .settings import Settings
+from ..settings import Settings
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Report:
 
     def __str__(self) -> str:
         rows = [_line(row) for row in (*self.layers, *self.norms)]
-        lines = _table(("path", "from → to", "blocks", "settings", "note"), rows)
+        lines = table(("path", "from → to", "blocks", "settings", "note"), rows)
         lines.append(
             f"{len(self.converted)} layers converted, {len(self.skipped)} left alone; "
             f"{len(self.removed)} norms removed, {len(self.kept)} kept; "
@@ -82,7 +82,8 @@ def _line(row: Row) -> tuple[str, ...]:
     return row.path or "(the model)", to, row.blocks, "default" if settings == "()" else settings, row.note
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns side by side, without those that are empty."""
     used = [i for i in range(len(head)) if i == 0 or any(row[i] for row in rows)]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in used]
     lines = ["  ".join(row[i].ljust(w) for i, w in zip(used, widths, strict=True)).rstrip() for row in (head, *rows)]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import whitening
-from .attention import MultiheadAttention, Projection
+from .. import whitening
+from ..attention import MultiheadAttention, Projection
+from ..decorrelated import Decorrelated
 from .convert import refuse_wrapped
-from .decorrelated import Decorrelated
 from .norms import forget_removed_
 from .surgery import enable_fast_paths_, stock_class
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .feeding import feed, tensors
+from ..feeding import feed, tensors
 
 CODE = "other code"
 OUTPUT = "the output of the model"

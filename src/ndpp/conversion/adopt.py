@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import whitening
+from ..attention import MultiheadAttention, Projection
+from ..decorrelated import Decorrelated
+from ..feeding import evaluating, feed, tensors
+from ..recalibrate import collect_
 from . import norms as normalisation
-from . import whitening
-from .attention import MultiheadAttention, Projection
-from .decorrelated import Decorrelated
-from .feeding import evaluating, feed, tensors
 from .planning import LayerPlan, NormPlan, Plan, norm_size
-from .recalibrate import collect_
 from .surgery import become_, place
 from .tracing import Flow, trace
 

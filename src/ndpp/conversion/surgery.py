@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from . import layers
-from .attention import MultiheadAttention
-from .decorrelated import Decorrelated
-from .foreign import COUNTERPARTS, qualified_name
-from .settings import Settings
+from .. import layers
+from ..attention import MultiheadAttention
+from ..decorrelated import Decorrelated
+from ..foreign import COUNTERPARTS, qualified_name
+from ..settings import Settings
 
 _NAMES = ("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)))
 STOCK: dict[type, type[nn.Module]] = {getattr(layers, name): getattr(nn, name) for name in _NAMES}

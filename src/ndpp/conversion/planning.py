@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from ..settings import Settings, named_settings
 from . import norms as normalisation
 from .norms import Norm
 from .reading import Read, read_by_parents
-from .settings import Settings, named_settings
 from .surgery import is_ours, match, sizes
 
 Where = Callable[[nn.Module, str], bool]

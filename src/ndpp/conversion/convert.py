@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..settings import Settings, named_settings
 from . import norms as normalisation
 from .adopt import adopt_
 from .planning import LayerPlan, NormPlan, Overrides, Plan, Where, make_plan, norm_size
 from .report import Report, Row
-from .settings import Settings, named_settings
 from .surgery import Snapshot, become_, blocks, disable_fast_paths_, is_ours, place, sizes
 
 # Wrappers by the name of their class, and what to do instead.
@@ -68,7 +68,7 @@ def convert_(
         if calibration is None:
             _refuse_trained(plan)
             convert_layers_(plan)
-            _remove_norms_(plan)
+            _remove_norms_(model, plan)
             change = None
         else:
             change = adopt_(model, plan, calibration)
@@ -121,8 +121,11 @@ def convert_layers_(plan: Plan) -> None:
             become_(layer.module, layer.ours, layer.settings, layer.path)
 
 
-def _remove_norms_(plan: Plan) -> None:
+def _remove_norms_(model: nn.Module, plan: Plan) -> None:
     """Without their norms, layers gain the bias that the norms had for them, and a γ that was not 1."""
+    for module in model.modules() if any(norm.remove for norm in plan.norms) else ():
+        if getattr(module, "inplace", None) is True:
+            module.inplace = False  # type: ignore[assignment]  # the norm gave it a tensor of its own to overwrite
     for norm in plan.norms:
         if norm.remove and norm.norm is not None:
             if norm.before is not None and is_ours(norm.before.module):

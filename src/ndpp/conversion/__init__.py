@@ -1,0 +1,7 @@
+"""From plain models to ND++ and back: what becomes of every module of a model."""
+
+from .convert import convert_
+from .fold import fold_
+from .report import Report
+
+__all__ = ["Report", "convert_", "fold_"]
