@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test gpu-test lint bench clean
+.PHONY: demo test gpu-test sweep lint bench clean
 
 demo: $(INSTALLED)
 	$(RUN) demos/correction.py --out correction.png
@@ -19,6 +19,9 @@ lint: $(INSTALLED)
 
 gpu-test: $(INSTALLED)
 	$(RUN) -m pytest -m gpu
+
+sweep: $(INSTALLED)
+	$(RUN) -m pytest -n auto -m slow
 
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks cpu-table

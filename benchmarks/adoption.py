@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,19 @@ def test(model: nn.Module, images: ImageSet) -> float:
     model.eval()
     right = sum(int((model(x).argmax(1) == y).sum()) for x, y in images.plain())
     return 100 * right / len(images)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Final accuracy by method and learning rate, mean and spread over seeds."""
+    runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for record in records:
+        runs.setdefault((record["method"], record["rate"]), []).append(record)
+    epochs = records[0]["plan"]["tune_epochs"]
+    head = ["fine-tuned", "learning rate", "seeds", *(f"epoch {i + 1}" for i in range(epochs)), "± std"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for (method, rate), group in sorted(runs.items()):
+        curves = list(zip(*(record["accuracies"] for record in group), strict=True))
+        means = [f"{statistics.mean(values):.2f}" for values in curves]
+        spread = f"{statistics.stdev(curves[-1]):.2f}" if len(group) > 1 else "-"
+        lines.append("| " + " | ".join([method, f"{rate:g}", str(len(group)), *means, spread]) + " |")
+    return "\n".join(lines)

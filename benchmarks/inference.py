@@ -12,6 +12,7 @@ import statistics
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,3 +101,12 @@ def turns(models: dict[str, nn.Module], x: Tensor, repeats: int) -> dict[str, li
             if repeat >= 0:  # the first rounds are warm-up
                 times[name].append((time.perf_counter() - start) / inner)
     return times
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    lines = ["| model | batch | device | plain ms | converted | folded |", "|---|---|---|---|---|---|"]
+    for r in records:
+        device = f"{r['device']}, {r['dtype']}"
+        ratio = f"{r['ratio']['converted']:.2f} | {r['ratio']['folded']:.2f}"
+        lines.append(f"| {r['model']} | {r['batch']} | {device} | {r['plain_ms']:.1f} | {ratio} |")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Table of the runs in one or more .jsonl files of `defaults`, best first."""
+"""Table of the records in one or more .jsonl files of another command; those of `defaults` best first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import adoption, inference, sweep
+
+TABLES = {"fold_error": sweep.table, "ratio": inference.table, "method": adoption.table}  # by a key of their records
 Record = dict[str, Any]
 HEADER = ("config", "seeds", "final %", "± std", "epoch 1", "epoch 3", "train loss", "ms/step", "how", "note")
 WORDS = ("config", "how", "note")  # columns that are not numbers
@@ -88,4 +91,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     records = read(options.files)
-    print(markdown(records) if options.markdown else render(records))
+    kind = next((table for key, table in TABLES.items() if records and key in records[0]), None)
+    if kind is not None:
+        print(kind(records))
+    else:
+        print(markdown(records) if options.markdown else render(records))

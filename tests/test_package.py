@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ndpp
 
@@ -90,11 +91,16 @@ def test_documentation_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """The Python blocks of a page, one after the other."""
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-    exec(compile(code, page.name, "exec"), {"__name__": "documentation"})
+    names = {"__name__": "documentation"}
+    if page.name == "README.md":  # its first block speaks of the reader's own
+        data = [torch.randn(16, 20) for _ in range(3)]
+        models = {name: nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4)) for name in ("model", "pretrained")}
+        names |= {**models, "batches": data, "loader": data, "batch": data[0]}
+    exec(compile(code, page.name, "exec"), names)
 
 
 def test_readme_example_learns() -> None:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     for seed in range(5):
         torch.manual_seed(seed)
         names: dict[str, list[float]] = {}

@@ -22,7 +22,7 @@ _STOCK: tuple[tuple[type[nn.Module], Kind], ...] = (
 )
 # By name, for those that other libraries wrote themselves: LlamaRMSNorm, T5LayerNorm (which is RMS), FrozenBatchNorm2d.
 _BY_NAME: tuple[tuple[str, Kind], ...] = (
-    (r"RMS_?Norm|T5LayerNorm", "rms"),
+    (r"RMS_?Norm|T5LayerNorm|Simple_?Norm", "rms"),
     (r"Batch_?Norm", "batch"),
     (r"Layer_?Norm", "layer"),
     (r"Group_?Norm", "group"),
