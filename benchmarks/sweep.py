@@ -27,6 +27,8 @@ from .zoo import ZOO, Entry, awake_
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="*", help="names or fnmatch patterns, comma-separated")
     parser.add_argument("--settings", help="a preset; the default settings otherwise")
+    parser.add_argument("--adopt", action="store_true", help="train the plain model first, and keep what it computes")
+    parser.add_argument("--part", default="0/1", help="K/N: every N-th model from the K-th on, to run several at once")
     parser.add_argument("--trace", action="store_true", help="print where a failure came from")
     parser.add_argument("--out", type=Path, help="append one JSON line per model to this file")
 
@@ -35,11 +37,14 @@ def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     print(header("cpu"))
     failed = []
-    for entry in ZOO:
+    part, parts = map(int, options.part.split("/"))
+    for number, entry in enumerate(ZOO):
         if not any(fnmatch.fnmatch(entry.name, pattern) for pattern in options.models.split(",")):
             continue
+        if number % parts != part:
+            continue
         try:
-            record = sweep(entry, options.settings)
+            record = adopt(entry) if options.adopt else sweep(entry, options.settings)
         except Exception as error:
             failed.append(entry.name)
             print(f"{entry.name:<48} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
@@ -54,7 +59,10 @@ def main(options: argparse.Namespace) -> None:
 
 def line(record: dict[str, Any]) -> str:
     reasons = "; ".join(f"{count} {reason}" for reason, count in {**record["skipped"], **record["kept"]}.items())
-    numbers = f"{record['converted']:>4} layers {record['removed']:>4} norms  fold {record['fold_error']:.0e}"
+    numbers = f"{record['converted']:>4} layers {record['removed']:>4} norms  "
+    if "change" in record:
+        return f"{record['name']:<48} {numbers}change {record['change']:.0e}  {reasons}"
+    numbers += f"fold {record['fold_error']:.0e}"
     return f"{record['name']:<48} {numbers}  loss {record['losses'][0]:.2f} → {record['losses'][1]:.2f}  {reasons}"
 
 
@@ -97,6 +105,31 @@ def sweep(entry: Entry, settings: str | None = None) -> dict[str, Any]:
     }
 
 
+def adopt(entry: Entry) -> dict[str, Any]:
+    """The same for a model that was trained before: converted with calibration, which keeps what it computes."""
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    model, batch = entry.build().train(), entry.batch()
+    awake_(model)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        entry.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    report = ndpp.convert_(model, calibration=[lambda model: entry.output(model, batch)])
+    assert report.change is not None
+    return {
+        "name": entry.name,
+        "family": entry.family,
+        "converted": len(report.converted),
+        "skipped": _reasons(report.skipped),
+        "removed": len(report.removed),
+        "kept": _reasons(report.kept),
+        "change": report.change,
+        "seconds": time.perf_counter() - start,
+    }
+
+
 def _check_complete(model: nn.Module, report: ndpp.Report) -> None:
     """Every layer is converted, or listed with a reason."""
     listed = {row.path for row in report.layers}
@@ -133,6 +166,8 @@ def _reasons(rows: Any) -> dict[str, int]:
     for row in rows:
         note = re.sub(r"^\S+, the layer after it,", "the layer after it", row.note)
         note = re.sub(r"tied to .*", "tied", re.sub(r"its \d+ features", "its features", note))
+        note = re.sub(r" by \S+ on the data| what \S+ computes|of \S+ are shared", "", note)
+        note = re.sub(r"kept: (\S*\.)+\S* |kept: (.*, )?(\S*\.)+\S+ also", "kept: another layer ", note)
         counts[note] += 1
     return dict(counts)
 

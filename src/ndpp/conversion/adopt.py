@@ -172,7 +172,9 @@ def _fold_norm_(norm: NormPlan, flow: Flow, evidence: _Evidence, layers: dict[nn
     if module not in flow.outputs:
         return "kept: not used by the calibration data"
     if module not in evidence.error:
-        return f"kept: a {norm.norm.kind} norm depends on each sample, which no weights can express"
+        if norm.norm.kind in SCALE_OF:
+            return "kept: it does not normalise the last axis, as the scale of a linear layer does"
+        return f"kept: a {norm.norm.kind} norm after a layer depends on each sample, which no weights can express"
     if evidence.error[module] > NORM_ERROR:
         return (
             f"kept: it differs from the formula of a {norm.norm.kind} norm by {evidence.error[module]:.0e} on the data"

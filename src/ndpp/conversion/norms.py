@@ -28,6 +28,7 @@ _BY_NAME: tuple[tuple[str, Kind], ...] = (
     (r"Group_?Norm", "group"),
     (r"Instance_?Norm", "instance"),
 )
+_AROUND_ONE = ("Gemma", "Qwen3Next")  # RMSNorms that multiply by 1 + weight
 _KEPT = ("drop", "act")  # what timm's norms with an activation do after normalising, in this order
 
 
@@ -69,6 +70,8 @@ def _takes_one(module: nn.Module) -> bool:
 def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """γ and β, whether they are parameters or buffers."""
     gamma, beta = getattr(module, "weight", None), getattr(module, "bias", None)
+    if isinstance(gamma, Tensor) and type(module).__name__.startswith(_AROUND_ONE):
+        gamma = gamma + 1
     return (gamma if isinstance(gamma, Tensor) else None), (beta if isinstance(beta, Tensor) else None)
 
 
