@@ -1,5 +1,6 @@
 """Adopting trained weights: what the model computes stays, and training goes on."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 import ndpp
 from cases import CASES, Case
 from ndpp import Settings
+from ndpp.feeding import tensors
 from test_convert import network, train_steps
 
 SETTINGS = [
@@ -295,6 +297,216 @@ def test_cross_attention_keeps_its_norm() -> None:
     assert "also reads something else" in report.kept[0].note
 
 
+class Using(nn.Module):
+    """Uses of a norm or a layer that do not show on ordinary data, or not in the output."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.first, self.batch, self.layer = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LayerNorm(16)
+        self.last, self.use = nn.Linear(16, 4), use
+        nn.init.uniform_(self.layer.weight, 0.5, 2)
+        nn.init.normal_(self.layer.bias)
+
+    def forward(self, x: Tensor) -> object:
+        h = self.first(x)
+        if self.use == "clamped in place":
+            nn.functional.hardtanh(h, -9.0, 9.0, inplace=True)
+        if self.use == "assigned":
+            h[x[:, 0] > 5] = 7.0
+        h = self.batch(h)
+        h = self.layer(h)
+        if self.use == "activated in place":
+            nn.functional.relu(h, inplace=True)
+        if self.use == "scripted":
+            h = h + closed(h, x.abs().max())
+        if self.use == "kept by the model":
+            self.features = h
+        y = self.last(h)
+        return (y, Box(h)) if self.use == "in an object" else y
+
+
+class Box:
+    def __init__(self, features: Tensor) -> None:
+        self.features = features
+
+
+@torch.jit.script
+def closed(h: Tensor, size: Tensor) -> Tensor:
+    return torch.zeros_like(h) if bool(size < 100) else h * 9
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize(
+    ("use", "kept"),
+    [
+        ("", []),
+        ("clamped in place", ["batch"]),
+        ("assigned", ["batch"]),
+        ("activated in place", ["layer"]),
+        ("scripted", ["layer"]),
+        ("kept by the model", ["layer"]),
+        ("in an object", ["layer"]),
+    ],
+)
+def test_hidden_uses_are_found(use: str, kept: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Using(use).eval()
+    other = torch.randn(64, 8) * 20  # on which it shows
+    want = tensors(copy.deepcopy(model)(other))[0]
+    report = ndpp.convert_(model, calibration=[torch.randn(64, 8)])
+    assert [row.path for row in report.kept] == kept
+    torch.testing.assert_close(tensors(model(other))[0], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("where", ["first", "batch", "layer"])
+def test_norms_beside_hooks_are_kept(where: str) -> None:
+    model = Using("").eval()
+    seen = []
+    model.get_submodule(where).register_forward_hook(lambda m, x, y: seen.append(y))
+    report = ndpp.convert_(model, calibration=[torch.randn(64, 8)])
+    assert {row.path for row in report.kept} == ({"layer"} if where == "layer" else {"batch"})
+    assert all("hooks" in row.note for row in report.kept)
+
+
+def test_layers_left_alone_stay_as_they_are() -> None:
+    model = Using("").eval()
+    weight = model.first.weight.detach().clone()
+    report = ndpp.convert_(model, where=lambda m, name: name != "first", calibration=[torch.randn(64, 8)])
+    assert torch.equal(model.first.weight, weight)
+    assert "first was left alone" in {row.path: row.note for row in report.kept}["batch"]
+
+
+def test_norms_of_another_axis_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).eval()
+    model[1].running_mean.normal_()
+    report = ndpp.convert_(model, calibration=[torch.randn(16, 5, 8)])
+    assert "not the features" in report.kept[0].note
+
+
+def test_an_epsilon_of_another_name() -> None:
+    class OwnRMSNorm(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.weight, self.name = nn.Parameter(torch.rand(16) + 0.5), name
+            setattr(self, name, 1e-5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + getattr(self, self.name)) * self.weight
+
+    for name, removed in (("epsilon", 1), ("tiny", 0)):
+        model = nn.Sequential(OwnRMSNorm(name), nn.Linear(16, 4)).eval()
+        small = 3e-3 * torch.randn(64, 16)
+        want = model(small)
+        report = ndpp.convert_(model, calibration=[torch.randn(64, 16)])
+        assert len(report.removed) == removed
+        torch.testing.assert_close(model(small), want, rtol=1e-3, atol=1e-4)
+
+
+def test_tied_parameters_of_any_name() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2), nn.Linear(8, 8), nn.Linear(8, 8)])
+    model[1].in_proj_weight = model[0].in_proj_weight
+    model[3].bias = model[2].bias
+    with pytest.warns(UserWarning, match="nothing changed"):
+        report = ndpp.convert_(model)
+    assert all("is tied to" in row.note for row in report.skipped if "out_proj" not in row.path)
+
+
+def test_paths_that_only_a_later_batch_takes() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return self.last(self.norm(y) if len(x) > 8 else y)
+
+    model = Growing().eval()
+    model.norm.running_mean.fill_(1.0)
+    report = ndpp.convert_(model, calibration=[torch.randn(16, 4), torch.randn(8, 4)])
+    assert [row.path for row in report.kept] == ["norm"]
+
+
+# --- verification ---
+
+
+def test_a_head_of_zeros_hides_nothing(monkeypatch) -> None:
+    """The layers before it are compared, too."""
+    from ndpp.conversion import adopt
+
+    body, head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)), nn.Linear(16, 4)
+    nn.init.zeros_(head.weight), nn.init.zeros_(head.bias)
+    model = nn.Sequential(body, head).eval()
+    original = adopt._transformed
+    monkeypatch.setattr(adopt, "_transformed", lambda *a: tuple(1.1 * t for t in original(*a)))
+    with pytest.raises(RuntimeError, match=r"the output of 0\.\d differs by"):
+        ndpp.convert_(model, calibration=[torch.randn(64, 8)])
+
+
+@pytest.mark.parametrize("settings", [Settings(solver="minimax", steps=20), Settings(steps=40, eps=0)], ids=repr)
+def test_solvers_that_fail_are_noticed(settings: Settings) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    x = torch.randn(32, 64)
+    want = model(x)
+    with contextlib.suppress(RuntimeError):
+        ndpp.convert_(model, settings, calibration=[x])
+    torch.testing.assert_close(model(x), want, rtol=1e-3, atol=1e-3)
+
+
+def test_directions_without_variance_are_not_lost() -> None:
+    model = nn.Linear(8, 4)
+    x = torch.randn(64, 8)
+    x[:, 3] = 1.0
+    with pytest.raises(RuntimeError, match="eps > 0"):
+        ndpp.convert_(model, Settings.exact(), calibration=[x])
+    ndpp.convert_(model, calibration=[x])
+
+
+def test_complex_outputs_and_half_precision_outputs() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layer(x)
+            return torch.fft.fft(y), y
+
+    change = ndpp.convert_(Complex(), calibration=[torch.randn(9, 4)]).change
+    assert change is not None
+    assert change < 1e-5
+
+    def half(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(torch.ones(9, 4) + torch.arange(9)[:, None])
+
+    ndpp.convert_(nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4)), calibration=[half])
+
+
+def test_modes_after_adoption() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True).train()
+    model.dropout.eval()
+    ndpp.convert_(model, calibration=[torch.randn(32, 6, 16)] * 2)
+    assert [name for name, m in model.named_modules() if not m.training] == ["dropout"]
+
+
+def test_encoder_with_padding() -> None:
+    """torch's fast path leaves zeros at padded positions, and reads weights that mean something else by then."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, padding = torch.randn(6, 5, 8), torch.arange(5) >= torch.tensor([5, 3, 2, 5, 4, 1])[:, None]
+    want = model(x, src_key_padding_mask=padding)
+    for where in (None, lambda m, name: isinstance(m, nn.Linear)):
+        copied = copy.deepcopy(model)
+        ndpp.convert_(copied, where=where, calibration=[lambda m: m(x, src_key_padding_mask=padding)])
+        with torch.no_grad():
+            torch.testing.assert_close(copied(x, src_key_padding_mask=padding)[~padding], want[~padding])
+
+
+def test_few_rows_are_noted() -> None:
+    report = ndpp.convert_(nn.Linear(16, 4), calibration=[torch.randn(8, 16)])
+    assert report.converted[0].note == "only 8 rows of calibration data for blocks of 16"
+
+
 # --- refusals ---
 
 
@@ -323,7 +535,7 @@ def test_a_model_that_changes_is_put_back() -> None:
     [
         ([], ValueError, "no batches"),
         ([torch.full((4, 3, 9, 9), float("nan"))], ValueError, "NaN or Inf"),
-        ([torch.randn(4, 5, 9, 9)], RuntimeError, "channels"),
+        ([torch.randn(4, 5, 9, 9)], RuntimeError, "batch 0: .*channels"),
     ],
 )
 def test_bad_calibration(batches: list, error: type[Exception], message: str) -> None:
@@ -336,9 +548,6 @@ def test_bad_calibration(batches: list, error: type[Exception], message: str) ->
 
 
 def test_random_models_cannot_be_verified() -> None:
-    class Noisy(nn.Linear):
-        pass
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

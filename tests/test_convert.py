@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import ndpp
 from cases import CASES
@@ -229,7 +229,7 @@ def test_layers_that_are_never_called_are_skipped() -> None:
     model = Functional()
     report = ndpp.convert_(model)
     assert [row.path for row in report.converted] == ["other"]
-    assert "Functional reads its weight" in report.skipped[0].note
+    assert "Functional computes with its weight" in report.skipped[0].note
     assert report.kept[0].path == "norm"
 
 
@@ -268,6 +268,33 @@ def test_norms_registered_after_their_layers() -> None:
     report = ndpp.convert_(model, overrides={"head": None})
     assert [row.path for row in report.removed] == ["blocks.0.norm", "blocks.1.norm"]
     assert [row.path for row in report.kept] == ["norm"]
+
+
+class Regular(nn.Module):
+    """Reads the weight of a layer that it calls, but not where it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def penalty(self) -> Tensor:
+        return self.layer.weight.square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x))
+
+
+def test_weights_read_elsewhere_do_not_matter() -> None:
+    report = ndpp.convert_(Regular())
+    assert (len(report.converted), len(report.removed)) == (1, 1)
+
+
+def test_layers_that_are_read_can_be_asked_for() -> None:
+    report = ndpp.convert_(Functional(), overrides={"qkv": Settings()})
+    assert len(report.converted) == 2
 
 
 @pytest.mark.parametrize(
@@ -353,6 +380,80 @@ def test_norm_that_no_layer_reads_is_kept() -> None:
     assert "neighbouring" in report.kept[0].note
 
 
+class GroupNormSiLU(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(super().forward(x))
+
+
+class GroupNorm32(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class GatedRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x) * (1 if gate is None else gate)
+
+
+def test_norms_that_do_more_are_kept() -> None:
+    for norm, removed in ((GroupNormSiLU(2, 8), False), (GroupNorm32(2, 8), True), (GatedRMSNorm(8), False)):
+        report = ndpp.convert_(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 8, 3)))
+        assert bool(report.removed) == removed, norm
+
+
+def test_removed_norms_take_any_name_for_their_input() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    ndpp.convert_(model)
+    assert model[0](hidden_states=torch.ones(4)).sum() == 4
+
+
+def test_frozen_models_stay_frozen() -> None:
+    model = network().requires_grad_(False)
+    ndpp.convert_(model)
+    assert not any(p.requires_grad for p in model.parameters())
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).requires_grad_(False)
+    ndpp.convert_(model, calibration=[torch.randn(9, 4)])
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_attention_that_is_not_what_it_seems() -> None:
+    class Gated(nn.MultiheadAttention):
+        def __init__(self) -> None:
+            super().__init__(8, 2)
+            self.gate = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x, x, x)[0] * self.gate(x)
+
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2), Gated(), nn.Linear(8, 8)])
+    model[0].out_proj = nn.Sequential(nn.Linear(8, 8))
+    parametrizations.spectral_norm(model[1], "in_proj_weight")
+    report = ndpp.convert_(model)
+    assert {row.path for row in report.converted} == {"2.gate", "3"}
+    assert "cannot be converted" in {row.path: row.note for row in report.skipped}["0"]
+    assert {row.path for row in report.skipped} >= {"0", "1", "2", "2.out_proj"}
+
+
+def test_objects_with_something_of_their_own() -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[0].forward = lambda x: x
+    model[1].register_buffer("running_mean", torch.zeros(3))
+    prune.l1_unstructured(model[2], "bias", 1)
+    with pytest.warns(UserWarning, match="nothing changed"):
+        report = ndpp.convert_(model)
+    notes = [row.note for row in report.skipped]
+    assert "forward was replaced" in notes[0]
+    assert "running_mean" in notes[1]
+    assert "bias is not a Parameter" in notes[2]
+
+
+def test_names_of_a_shared_layer() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3)})
+    model["b"] = model["a"]
+    ndpp.convert_(model, overrides={"b": Settings(scale="l1")})
+    assert model["a"].settings.scale == "l1"
+
+
 def test_conditional_norms_are_kept() -> None:
     class AdaLayerNorm(nn.Module):
         def __init__(self) -> None:
@@ -406,7 +507,7 @@ def test_where_and_overrides() -> None:
 
 def test_overrides_that_match_nothing() -> None:
     with pytest.raises(
-        ValueError, match=r"overrides\['layers\.9'\] matches no layer of the model; the nearest is '[0-9]'"
+        ValueError, match=r"overrides\['layers\.9'\] matches no layer of the model; layers are called '0', '3', '8'"
     ):
         ndpp.convert_(network(), overrides={"layers.9": Settings()})
 
@@ -430,6 +531,11 @@ def test_presets(name: str, scale: str, stride: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        ({"where": ["0"]}, "where must be a function"),
+        ({"overrides": [1]}, "overrides must map names"),
+        ({"calibration": torch.randn(4, 3, 9, 9)}, r"iterable of batches.*\[batch\]"),
+        ({"calibration": {"input": torch.randn(4, 3, 9, 9)}}, "iterable of batches"),
+        ({"calibration": True}, "iterable of batches"),
         ({"settings": "classificaton"}, "no preset 'classificaton'"),
         ({"settings": 3}, "expected an ndpp.Settings"),
         ({"norms": "drop"}, "'remove' or 'keep'"),
@@ -504,8 +610,57 @@ def test_report_is_data_that_prints() -> None:
     text = str(report)
     for part in ("0", "Conv2d → ndpp.Conv2d", "1×18 + 1×9", "scale='l1'", "gained a bias", "excluded by where"):
         assert part in text, part
-    assert "2 layers converted, 1 left alone; 1 norms removed, 1 kept" in text
+    assert "layers: 2 converted, 1 left alone; norms: 1 removed, 1 kept" in text
     assert copy.deepcopy(report) == report
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("place", ["become_", "disable_fast_paths_", "remove_", "_evaluation_root"])
+def test_failure_in_the_middle_restores_everything(place: str, calibrated: bool, monkeypatch) -> None:
+    """Interrupted after some of the work was done."""
+    from ndpp.conversion import adopt, convert, norms
+    from ndpp.statistics import RunningMoments
+
+    owners = {"remove_": [norms], "_evaluation_root": [RunningMoments]}.get(place, [convert, adopt])
+    calls = []
+    for owner in owners:
+        if hasattr(owner, place):
+            original = getattr(owner, place)
+
+            def fail(*args, original=original, **kwargs):
+                calls.append(1)
+                if len(calls) == (1 if place == "disable_fast_paths_" else 2):
+                    raise KeyboardInterrupt
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(owner, place, fail)
+    model = network()
+    nn.init.zeros_(model[4].weight)
+    model.append(nn.TransformerEncoderLayer(4, 2, 8))
+    with torch.no_grad():
+        model[9].norm1.bias.zero_()
+    handle = model[8].register_forward_hook(lambda *_: None)
+    before, state = copy.deepcopy(model), {m: copy.deepcopy(vars(m)) for m in model.modules()}
+    parameters = dict(model.named_parameters())
+    loss = model[8](torch.randn(2, 6)).sum()  # a graph that awaits its backward pass
+    try:
+        ndpp.convert_(model, calibration=[torch.randn(4, 3, 9, 9)] if calibrated else None)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert place == "_evaluation_root"
+        assert not calibrated  # nothing is evaluated
+        return
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert all(model.get_parameter(name) is p for name, p in parameters.items())
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
+    for module, was in state.items():
+        assert vars(module).keys() == was.keys()
+        assert module._non_persistent_buffers_set == was["_non_persistent_buffers_set"]
+        assert module.training == was["training"]
+    handle.remove()
+    assert not model[8]._forward_hooks
+    loss.backward()
 
 
 def test_failure_restores_the_model() -> None:
@@ -659,6 +814,53 @@ def test_plain_checkpoint_loads_where_names_allow(tmp_path) -> None:
         model.load_state_dict(bare)
     model.load_state_dict(bare, strict=False)
     torch.testing.assert_close(model.eval()(x), plain(x))
+
+
+def test_checkpoint_of_an_adopted_model() -> None:
+    """What LayerNorm became is a setting: another one is noticed, and the same conversion makes room for it."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+
+    x = torch.randn(64, 8) * 5 + 2
+    model, fresh = build(), build()
+    ndpp.convert_(model, calibration=[x])
+    ndpp.convert_(fresh)
+    with pytest.raises(RuntimeError, match=r"scale='standardize', scale_eps=1e-05.*convert with the same arguments"):
+        fresh.load_state_dict(model.state_dict())
+    fresh = build()
+    ndpp.convert_(fresh, calibration=[torch.randn(9, 8)])
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fresh.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_training_resumes_exactly(norm_first: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0, norm_first=norm_first)
+        model = nn.Sequential(layer, nn.Linear(8, 4, bias=False))
+        ndpp.convert_(model)
+        return model
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(6, 5, 8)).square().mean().backward()
+            optimizer.step()
+
+    whole = build()
+    train(whole, torch.optim.Adam(whole.parameters(), 1e-2), range(4))
+    first = build()
+    optimizer = torch.optim.Adam(first.parameters(), 1e-2)
+    train(first, optimizer, range(2))
+    second = build()
+    second.load_state_dict(first.state_dict())
+    resumed = torch.optim.Adam(second.parameters(), 1e-2)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(second, resumed, range(2, 4))
+    torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
 def test_checkpoint_with_trained_norms_says_what_to_do() -> None:

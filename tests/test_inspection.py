@@ -136,7 +136,7 @@ def test_data_without_variance_and_without_rows() -> None:
     found = inspect(nn.Linear(4, 2), torch.ones(0, 4))
     assert (found.layers[0].rows, found.layers[0].notes) == (0, ("called without data",))
     assert "called without data" in str(found)
-    assert str(inspect(nn.ReLU(), torch.ones(2))) == "no linear or convolutional layers"
+    assert str(inspect(nn.ReLU(), torch.ones(2))) == "no linear or convolutional layers, or none that where= chooses"
 
 
 def test_scale_is_part_of_what_is_decorrelated() -> None:

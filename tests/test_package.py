@@ -15,7 +15,7 @@ import ndpp
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
 CORE = ["version", "settings", "whitening", "masking", "geometry", "statistics", "decorrelated", "layers"]
-CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "adopt", "convert", "fold"]
+CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt", "convert", "fold"]
 ORDER = [
     *CORE,
     *("attention", "foreign", "feeding", "recalibrate"),
@@ -97,6 +97,13 @@ def test_documentation_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
         models = {name: nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4)) for name in ("model", "pretrained")}
         names |= {**models, "batches": data, "loader": data, "batch": data[0]}
     exec(compile(code, page.name, "exec"), names)
+
+
+def test_report_in_the_documentation_is_the_one_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "convert.md").read_text()
+    code, shown = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)[0]
+    exec(compile(code, "convert.md", "exec"), {})
+    assert capsys.readouterr().out == shown
 
 
 def test_readme_example_learns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -11,6 +12,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def as_batches(batches: Any, caller: str) -> Iterable[Any]:
+    """An iterable of batches, and not one batch by mistake."""
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"{caller} must be an iterable of batches, such as a list or a data loader; got {type(batches).__name__}. "
+            "One batch goes in a list: [batch]"
+        )
+    return batches
+
+
+def numbered(batches: Iterable[Any], caller: str) -> Iterator[Any]:
+    """The batches as functions of the model, whose errors say which batch it was."""
+    for number, batch in enumerate(batches):
+        yield functools.partial(_fed, batch, f"{caller}: batch {number}")
+
+
+def _fed(batch: Any, name: str, model: nn.Module) -> Any:
+    try:
+        return feed(model, batch)
+    except Exception as error:
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def feed(model: nn.Module, batch: Any) -> Any:
@@ -60,13 +84,16 @@ def tensors(output: Any) -> list[Tensor]:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, mode in modes:
+        for module, mode in modes.items():
+            for child in module.children():
+                if child not in modes:  # made in the meantime
+                    child.train(mode)
             if module._modules:
                 module.training = mode  # its children have their own
             elif module.training != mode:

@@ -101,7 +101,7 @@ class Inspection:
     def _remarks(self) -> list[str]:
         """A summary, and every note once, with the layers it is about."""
         if not self.layers:
-            return ["no linear or convolutional layers"]
+            return ["no linear or convolutional layers, or none that where= chooses"]
         rest = len(self.layers) - len(self.measured)
         lines = [f"layers measured: {len(self.measured)}, not measured: {rest}; → is after decorrelation"]
         if self.worst:

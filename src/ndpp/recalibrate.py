@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from .decorrelated import Decorrelated
-from .feeding import evaluating, feed, shown
+from .feeding import as_batches, evaluating, feed, numbered, shown
 
 
 def recalibrate_(model: nn.Module, batches: Iterable[Any], *, progress: bool | None = None) -> int:
@@ -27,15 +27,24 @@ def recalibrate_(model: nn.Module, batches: Iterable[Any], *, progress: bool | N
     Returns:
         The number of batches. An error on the way leaves all statistics as they were.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ndpp.recalibrate_: expected an nn.Module; got {type(model).__name__}")
     layers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, Decorrelated) and not module.settings.freeze
     }
+    batches = numbered(
+        shown(as_batches(batches, "ndpp.recalibrate_: batches"), progress, "recalibrating"), "ndpp.recalibrate_"
+    )
+    if any(layer.running_cov.is_meta for layer in layers.values()):
+        raise ValueError(
+            "ndpp.recalibrate_: the model is on the meta device, without data; move it to a real one first"
+        )
     if not layers:
         raise ValueError("ndpp.recalibrate_: the model has no ndpp layers whose statistics may change")
     with evaluating(model):
-        count, rows = collect_(layers, model, shown(batches, progress, "recalibrating"), "batch")
+        count, rows = collect_(layers, model, batches, "batch")
     if count == 0:
         raise ValueError("ndpp.recalibrate_: expected at least one batch; got none (is the loader used up?)")
     unseen = [name or "the model" for name, seen in rows.items() if seen == 0]

@@ -226,6 +226,13 @@ class RunningMoments(nn.Module):
             self.reset_running_stats()
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """With the scale beside the version: weights are worth nothing under another."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata[prefix[:-1]].update(scale=self.settings.scale, scale_eps=self.settings.scale_eps)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Statistics of another block size or sharing get a remedy beside torch's own message on shapes."""
         metadata, errors = args[0], args[-1]
@@ -233,6 +240,13 @@ class RunningMoments(nn.Module):
             errors.append(
                 f"{prefix or 'the layer'}: its state has version {metadata['version']}, this ndpp knows up to "
                 f"{self._version}; load it with the newer ndpp that wrote it"
+            )
+        scale = metadata.get("scale", self.settings.scale), metadata.get("scale_eps", self.settings.scale_eps)
+        if scale != (self.settings.scale, self.settings.scale_eps):
+            errors.append(
+                f"{prefix or 'the layer: '}its state is that of scale={scale[0]!r}, scale_eps={scale[1]:g}, and this "
+                f"layer has {self.settings!r}; convert with the same arguments as then (a model that was converted "
+                "with calibration: with any batch), or set the settings of the layer, and load again"
             )
         weight, own_weight = state_dict.get(prefix + "weight"), self._parameters.get("weight")
         same_layer = own_weight is None or (isinstance(weight, Tensor) and weight.shape == own_weight.shape)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..settings import Settings, named_settings
 from . import norms as normalisation
@@ -59,6 +59,12 @@ def convert_(
         raise TypeError(f"ndpp.convert_: expected an nn.Module; got {type(model).__name__}")
     if norms not in ("remove", "keep"):
         raise ValueError(f"ndpp.convert_: norms must be 'remove' or 'keep'; got {norms!r}")
+    if where is not None and not callable(where):
+        raise TypeError(f"ndpp.convert_: where must be a function of (module, name); got {type(where).__name__}")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(f"ndpp.convert_: overrides must map names to settings; got {type(overrides).__name__}")
+    if calibration is not None and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("ndpp.convert_: calibration needs a model with values; this one is on the meta device")
     refuse_wrapped(model, "ndpp.convert_", "convert")
     plan = make_plan(model, named_settings(settings), where, overrides or {}, norms)
     before = sum(p.numel() for p in model.parameters())
@@ -68,11 +74,12 @@ def convert_(
         if calibration is None:
             _refuse_trained(plan)
             convert_layers_(plan)
+            disable_fast_paths_(model)
             _remove_norms_(model, plan)
             change = None
         else:
             change = adopt_(model, plan, calibration)
-        disable_fast_paths_(model)
+            disable_fast_paths_(model)
     except BaseException:
         snapshot.restore_()
         raise
@@ -94,9 +101,7 @@ def refuse_wrapped(model: nn.Module, caller: str, verb: str) -> None:
         if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
             wrapper = "OptimizedModule"
         if wrapper is not None:
-            raise TypeError(
-                f"{caller}: {path or 'the model'} is a {wrapper} ({type(module).__name__}); {verb} {_WRAPPERS[wrapper]}"
-            )
+            raise TypeError(f"{caller}: {path or 'the model'} is wrapped ({wrapper}); {verb} {_WRAPPERS[wrapper]}")
 
 
 def _refuse_trained(plan: Plan) -> None:
@@ -111,7 +116,7 @@ def _refuse_trained(plan: Plan) -> None:
         raise ValueError(
             f"ndpp.convert_: {len(found)} norms that would be removed hold trained values: {', '.join(found[:3])}"
             f"{', ...' if len(found) > 3 else ''}. Pass calibration=batches to keep what the model computes, "
-            'norms="keep" to keep them, or reset_parameters() them to train from scratch'
+            'norms="keep" to keep them, or initialise them again to train from scratch'
         )
 
 
@@ -126,28 +131,31 @@ def _remove_norms_(model: nn.Module, plan: Plan) -> None:
     for module in model.modules() if any(norm.remove for norm in plan.norms) else ():
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # type: ignore[assignment]  # the norm gave it a tensor of its own to overwrite
+    gains: list[tuple[Tensor, Tensor]] = []
     for norm in plan.norms:
         if norm.remove and norm.norm is not None:
             if norm.before is not None and is_ours(norm.before.module):
-                _inherit_(norm.before, norm)
+                gains += _inherit_(norm.before, norm)
             if norm.norm.kind in ("layer", "rms"):
                 _give_bias_after_(norm)
     for norm in plan.norms:
         if norm.remove and norm.norm is not None:
             normalisation.remove_(norm.module, norm.norm.after, norm.read is not None)
+    with torch.no_grad():
+        for weight, gain in gains:  # last, as the only change of values: what fails before leaves them alone
+            weight.mul_(gain)
 
 
-@torch.no_grad()
-def _inherit_(layer: LayerPlan, norm: NormPlan) -> None:
-    """What a norm leaves to the layer before it: β is its bias from now on, the same Parameter where it fits."""
+def _inherit_(layer: LayerPlan, norm: NormPlan) -> list[tuple[Tensor, Tensor]]:
+    """What a norm leaves to the layer before it: β as its bias, the same Parameter where it fits, and a γ to apply."""
     module: Any = layer.module
     gamma, beta = normalisation.affine(norm.module)
     if isinstance(module, nn.MultiheadAttention):
-        return
+        return []
     fits = norm_size(norm.module) == sizes(module)[1]
     if beta is not None and module.bias is None:
         same = fits and isinstance(beta, nn.Parameter) and place(beta) == place(module.weight)
-        module.bias = beta if same else nn.Parameter(module.weight.new_zeros(sizes(module)[1]))
+        module.bias = beta if same else _new_bias(module)
         layer.note = f"gained a bias{f', which was {norm.path}.bias' if same else ''}"
     follows_directly = norm.path.rpartition(".")[0] == layer.path.rpartition(".")[0]
     if (
@@ -157,8 +165,9 @@ def _inherit_(layer: LayerPlan, norm: NormPlan) -> None:
         and follows_directly
         and not (gamma.is_meta or bool((gamma == 1).all()))
     ):
-        module.weight.mul_(gamma.flatten()[0].to(module.weight.dtype))  # a zero that starts a residual branch
         layer.note = f"{layer.note}, " * bool(layer.note) + f"weight times {float(gamma.flatten()[0]):g} of {norm.path}"
+        return [(module.weight, gamma.flatten()[0].detach().to(module.weight.dtype))]  # zero starts a residual branch
+    return []
 
 
 def _give_bias_after_(norm: NormPlan) -> None:
@@ -169,8 +178,12 @@ def _give_bias_after_(norm: NormPlan) -> None:
         reads_it = layer.ours is not None and sizes(module)[0] == norm_size(norm.module)
         if beta is None or not reads_it or isinstance(module, nn.MultiheadAttention) or module.bias is not None:
             continue
-        module.bias = nn.Parameter(module.weight.new_zeros(sizes(module)[1]))
+        module.bias = _new_bias(module)
         layer.note = "gained a bias"
+
+
+def _new_bias(module: Any) -> nn.Parameter:
+    return nn.Parameter(module.weight.new_zeros(sizes(module)[1]), requires_grad=module.weight.requires_grad)
 
 
 def _layer_row(layer: LayerPlan) -> Row:

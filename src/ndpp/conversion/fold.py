@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import warnings
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..attention import MultiheadAttention, Projection
 from ..decorrelated import Decorrelated
 from .convert import refuse_wrapped
 from .norms import forget_removed_
-from .surgery import enable_fast_paths_, stock_class
+from .surgery import combined, enable_fast_paths_, is_ours, stock_class
 
 _STATE = ("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
 _OWN = ("_settings", "layout", "_label", "_awaiting", "_seen_masked", "_cache", "_collecting", "_stock")
@@ -32,6 +32,8 @@ def fold_(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"ndpp.fold_: expected an nn.Module; got {type(model).__name__}")
     refuse_wrapped(model, "ndpp.fold_", "fold")
+    if not any(map(is_ours, model.modules())):
+        warnings.warn("ndpp.fold_: nothing to fold: the model has no ndpp layers", stacklevel=2)
     for module in list(model.modules()):
         if isinstance(module, MultiheadAttention):
             module._restore_stock_()
@@ -56,9 +58,9 @@ def _fold_layer_(layer: Decorrelated) -> None:
         layer.__dict__.pop(name, None)
     module: Any = layer
     kind: Any = stock
-    module.__class__ = stock if scale == "none" else scaled_class(kind)
+    module.__class__ = stock if scale == "none" else combined(Scaled, kind, f"Scaled{stock.__name__}")
     module.weight = nn.Parameter(weight, requires_grad=trains)
-    module.bias = nn.Parameter(bias, requires_grad=trains)
+    module.bias = nn.Parameter(bias, requires_grad=trains if old is None else old.requires_grad)
     if scale != "none":
         module.scale, module.scale_eps, module.scale_per_row = scale, settings.scale_eps, per_row
 
@@ -70,8 +72,8 @@ class Scaled(nn.Module):
     scale_eps: float
     scale_per_row: bool
 
-    def forward(self, input: Tensor, *args: Any) -> Tensor:
-        y: Tensor = super().forward(self._scaled(input), *args)
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = super().forward(self._scaled(input), *args, **kwargs)
         return y
 
     def _scaled(self, input: Tensor) -> Tensor:
@@ -85,12 +87,3 @@ class Scaled(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale!r}"
-
-
-@functools.cache
-def scaled_class(stock: Any) -> type[nn.Module]:
-    return type(f"Scaled{stock.__name__}", (Scaled, stock), {"__doc__": Scaled.__doc__, "__module__": __name__})
-
-
-_NAMES = ("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)))
-globals().update({f"Scaled{name}": scaled_class(getattr(nn, name)) for name in _NAMES})  # where pickle looks for them

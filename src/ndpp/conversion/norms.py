@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from typing import Any, Literal, NamedTuple
@@ -55,16 +56,41 @@ def recognise(module: nn.Module) -> Norm | None:
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if kind is None or not own <= {"weight", "bias"} or not set(children) <= set(_KEPT) or not _takes_one(module):
         return None
+    if not children and not type(module).forward.__module__.startswith("torch.nn.") and not _is_odd(module):
+        return None
     return Norm(kind, tuple(children[key] for key in _KEPT if key in children))
 
 
+def _is_odd(module: nn.Module) -> bool:
+    """Whether f(-x) = -f(x) without β and μ: all norms do that, and a norm with an activation inside does not."""
+    gamma, _ = affine(module)
+    if gamma is not None and gamma.is_meta:
+        return True  # it cannot be tried
+    probe = copy.deepcopy(module).eval()
+    for tensor in (affine(probe)[1], statistics(probe)[0]):
+        if tensor is not None:
+            tensor.data.zero_()
+    size = 8 if gamma is None else gamma.numel()
+    options: dict[str, Any] = {} if gamma is None else {"dtype": gamma.dtype, "device": gamma.device}
+    with torch.no_grad():
+        for shape in ((2, size), (2, 3, size), (2, size, 3), (2, size, 3, 3), (2, 3, 3, size), (2, size, 3, 3, 3)):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(**options)
+            try:
+                y, opposite = probe.forward(x), probe.forward(-x)
+            except Exception:  # not a shape that it takes
+                continue
+            if isinstance(y, Tensor) and y.shape == x.shape:
+                return torch.allclose(y, -opposite, atol=1e-2)
+    return False
+
+
 def _takes_one(module: nn.Module) -> bool:
-    """Whether forward needs one argument. A norm with a condition (adaptive norms) is not one that can be left out."""
+    """Whether forward takes one tensor. A norm with a condition or a gate is not one that can be left out."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
         return False
-    return sum(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters) == 1
+    return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_KEYWORD
 
 
 def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -111,6 +137,9 @@ def evaluation_affine(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 class RemovedNorm(nn.Identity):
     """What a removed norm becomes: the identity, which knows what was here when a checkpoint brings it back."""
 
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return args[0] if args else next(iter(kwargs.values()))  # norms have many names for their input
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
         values = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
@@ -118,8 +147,9 @@ class RemovedNorm(nn.Identity):
         if shown is not None:
             args[-1].append(
                 f"{prefix[:-1]}: the checkpoint holds a trained normalisation here ({shown} is not initial), which "
-                "ndpp.convert_ removed; load the checkpoint into the plain model first, and then convert with "
-                "ndpp.convert_(model, calibration=batches), which keeps what the model computes"
+                "ndpp.convert_ removed. If the checkpoint is that of a plain model, load it before conversion, with "
+                "ndpp.convert_(model, calibration=batches); if it is that of a model converted with calibration, "
+                "convert this one with calibration, too (any batch will do), and then load it"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -64,23 +64,26 @@ class Plan:
 def make_plan(model: nn.Module, settings: Settings, where: Where | None, overrides: Overrides, norms: str) -> Plan:
     items: list[LayerPlan | NormPlan] = []
     reasons = _Reasons(model, where, overrides)
-    inside = ""  # a MultiheadAttention, whose parts belong to it
+    inside: set[nn.Module] = set()  # parts of a MultiheadAttention, which belong to it
     for path, module in model.named_modules():
-        if inside and path.startswith(inside):
+        if module in inside or "parametrizations" in path.split("."):
             continue
         if is_ours(module):
             items.append(LayerPlan(path, module, None, settings, "an ndpp layer already"))
+            inside.update(module.modules())
         elif (found := _matched(module, path)) is not None:
             chosen = reasons.settings(path, settings)
             why = found.reason or reasons.against(path, module)
             items.append(LayerPlan(path, module, None if why else found.ours, chosen or settings, why))
+            if isinstance(module, nn.MultiheadAttention):
+                inside.update(module.out_proj.modules())
+                for name, part in module.out_proj.named_modules() if why else ():
+                    full = ".".join(filter(None, (path, "out_proj", name)))
+                    if match(part) is not None:
+                        items.append(LayerPlan(full, part, None, settings, "its attention was left alone"))
         elif normalisation.is_named_norm(module):
             read = reasons.read.get(module)
             items.append(NormPlan(path, module, normalisation.recognise(module), False, read=read))
-        if isinstance(module, nn.MultiheadAttention):
-            inside = f"{path}." if path else ""
-            if not path:
-                break
     reasons.check_patterns([item.path for item in items if isinstance(item, LayerPlan)])
     plan = Plan([i for i in items if isinstance(i, LayerPlan)], [i for i in items if isinstance(i, NormPlan)])
     for norm in plan.norms:
@@ -103,13 +106,18 @@ class _Reasons:
         self.where = where
         self.overrides = {pattern: None if s is None else named_settings(s) for pattern, s in overrides.items()}
         self.read = read_by_parents(model)
+        self.names: dict[str, list[str]] = {}  # all names of a module, by the first one
+        first: dict[nn.Module, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.names.setdefault(first.setdefault(module, path), []).append(path)
         self.holders: dict[int, list[str]] = {}
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 self.holders.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
 
     def pattern(self, path: str) -> str | None:
-        return next((pattern for pattern in self.overrides if fnmatch.fnmatchcase(path, pattern)), None)
+        names = self.names[path]
+        return next((p for p in self.overrides if any(fnmatch.fnmatchcase(name, p) for name in names)), None)
 
     def settings(self, path: str, default: Settings) -> Settings | None:
         pattern = self.pattern(path)
@@ -121,20 +129,24 @@ class _Reasons:
         pattern = self.pattern(path)
         if pattern is not None and self.overrides[pattern] is None:
             return f"excluded by overrides[{pattern!r}]"
+        if pattern is not None:
+            return ""  # to name it is to ask for it, whatever follows
         read = self.read.get(module)
         if read is not None and read.values:
-            return f"{read.parent} reads its weight and never calls it"
-        weight = module._parameters.get("weight")
-        tied = [name for name in self.holders.get(id(weight), []) if name != f"{path}.weight".strip(".")]
-        if weight is not None and tied and pattern is None:  # to name it in overrides is to ask for it
-            return f"its weight is tied to {', '.join(tied)} (name this layer in overrides to convert it)"
+            return f"{read.parent} computes with its weight, and may never call it (name it in overrides if it does)"
+        for name, parameter in module.named_parameters():  # of attention: with its output projection
+            tied = [other for other in self.holders[id(parameter)] if other != f"{path}.{name}".strip(".")]
+            if tied:
+                return f"its {name} is tied to {', '.join(tied)} (name this layer in overrides to convert it)"
         return ""
 
     def check_patterns(self, paths: list[str]) -> None:
+        used = {self.pattern(path) for path in paths}
+        every = [name for path in paths for name in self.names[path]]
         for pattern in self.overrides:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-                near = difflib.get_close_matches(pattern, paths, 1, 0)
-                hint = f"; the nearest is {near[0]!r}" if near else "; the model has no layers"
+            if pattern not in used and not any(fnmatch.fnmatchcase(name, pattern) for name in every):
+                near = difflib.get_close_matches(pattern, every, 1, 0.5) or every[:3]
+                hint = f"; layers are called {', '.join(map(repr, near))}" if near else "; it has no layers"
                 raise ValueError(f"ndpp.convert_: overrides[{pattern!r}] matches no layer of the model{hint}")
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 _ABOUT = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_cuda", "is_meta"}
-_SETUP = ("init", "reset", "load", "extra_repr", "fuse", "reparam", "tie", "resize", "flops", "prune")
 
 
 class Read(NamedTuple):
@@ -42,27 +41,30 @@ def read_by_parents(model: nn.Module) -> dict[nn.Module, Read]:
 
 @functools.cache
 def read_by_class(kind: Any) -> frozenset[tuple[str, bool]]:
-    """Paths p for which a method of the class reads self.p.weight or self.p.bias, and whether to compute with it."""
-    paths: set[tuple[str, bool]] = set()
+    """Paths p for which the class reads self.p.weight or self.p.bias while it computes, and whether their values."""
+    methods: dict[str, ast.FunctionDef] = {}
     for base in kind.__mro__:
         if base is nn.Module:
             break
         if not base.__module__.startswith(("torch.nn.", "ndpp.")):
-            paths |= _read_in_source(base)
-    return frozenset(paths)
+            methods = {**_methods(base), **methods}  # nearer classes override
+    reached: set[str] = set()
+    waiting = {name for name in methods if "forward" in name or name == "__call__"}
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        called = {_path_from_self(n.func) for n in ast.walk(methods[name]) if isinstance(n, ast.Call)}
+        waiting |= {other for other in called if other in methods} - reached
+    return frozenset(read for name in reached for read in _read_in_function(methods[name]))
 
 
-def _read_in_source(kind: type) -> set[tuple[str, bool]]:
+def _methods(kind: type) -> dict[str, ast.FunctionDef]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
-        return set()
-    paths: set[tuple[str, bool]] = set()
+        return {}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    for function in body:
-        if isinstance(function, ast.FunctionDef) and not any(word in function.name for word in _SETUP):
-            paths |= _read_in_function(function)
-    return paths
+    return {function.name: function for function in body if isinstance(function, ast.FunctionDef)}
 
 
 def _read_in_function(function: ast.FunctionDef) -> set[tuple[str, bool]]:

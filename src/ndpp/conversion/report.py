@@ -65,12 +65,13 @@ class Report:
         rows = [_line(row) for row in (*self.layers, *self.norms)]
         lines = table(("path", "from → to", "blocks", "settings", "note"), rows)
         lines.append(
-            f"{len(self.converted)} layers converted, {len(self.skipped)} left alone; "
-            f"{len(self.removed)} norms removed, {len(self.kept)} kept; "
+            f"layers: {len(self.converted)} converted, {len(self.skipped)} left alone; "
+            f"norms: {len(self.removed)} removed, {len(self.kept)} kept; "
             f"{self.parameters_before:,} → {self.parameters_after:,} parameters"
         )
         if self.added:
-            lines.append(f"new parameters, unknown to existing optimizers: {', '.join(self.added)}")
+            more = f" and {len(self.added) - 5} more" if len(self.added) > 5 else ""
+            lines.append(f"new parameters, unknown to existing optimizers: {', '.join(self.added[:5])}{more}")
         if self.change is not None:
             lines.append(f"largest relative change of an output on the calibration data: {self.change:.1e}")
         return "\n".join(lines)

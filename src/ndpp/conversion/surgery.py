@@ -18,6 +18,7 @@ from .. import layers
 from ..attention import MultiheadAttention
 from ..decorrelated import Decorrelated
 from ..foreign import COUNTERPARTS, qualified_name
+from ..layers import Linear
 from ..settings import Settings
 
 _NAMES = ("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)))
@@ -29,6 +30,9 @@ _HARMLESS = {  # what a subclass may define of its own
     *("__constants__", "__static_attributes__", "__firstlineno__", "__weakref__", "__annotate__", "__annotate_func__"),
     *("__annotations_cache__",),
 }
+
+
+_TAKEN = ("settings", "layout", "running_mean", "running_cov", "num_batches_tracked", "q_proj", "k_proj", "v_proj")
 
 
 class Match(NamedTuple):
@@ -54,11 +58,9 @@ def match(module: nn.Module) -> Match | None:
         return Match(None, f"{parametrized} is parametrized: torch.nn.utils.parametrize.remove_parametrizations first")
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError("a lazy module without parameters; run a batch through the model before converting it")
-    if base is not nn.MultiheadAttention and not isinstance(module._parameters.get("weight"), nn.Parameter):
-        return Match(None, "its weight is not a Parameter (weight_norm, spectral_norm or pruning hooks)")
-    weight = next(module.parameters(recurse=False), None)
-    if weight is None or not weight.is_floating_point() or weight.numel() == 0:
-        return Match(None, "its weight is not of a floating-point dtype, or empty")
+    reason = _unfit(module, base)
+    if reason:
+        return Match(None, reason)
     if named is not None or kind is base:
         return Match(named or OURS[kind])
     assert base is not None
@@ -67,7 +69,37 @@ def match(module: nn.Module) -> Match | None:
         return Match(None, f"a subclass of nn.{base.__name__} that defines its own {', '.join(changed)}")
     ours: Any = OURS[base]
     own: Any = kind
-    return Match(combined(ours, own))
+    return Match(combined(ours, own, ""))
+
+
+def _unfit(module: nn.Module, base: type | None) -> str:
+    """Why an object cannot be converted, although its class can."""
+    if base is nn.MultiheadAttention:
+        packed = getattr(module, "_qkv_same_embed_dim", True)
+        names = ("in_proj_weight",) if packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        out = getattr(module, "out_proj", None)
+        found = None if out is None else Match(Linear) if is_ours(out) else match(out)
+        if found is None or found.ours is None:
+            return (
+                f"its out_proj ({type(out).__name__}) cannot be converted: {found.reason if found else 'not a layer'}"
+            )
+    else:
+        names = ("weight",)
+    for name in names:
+        weight = module._parameters.get(name)
+        if not isinstance(weight, nn.Parameter):
+            return f"its {name} is not a Parameter (weight_norm, spectral_norm or pruning)"
+        if not weight.is_floating_point():
+            return f"its {name} is of {weight.dtype}, not of a real floating-point dtype"
+        if weight.numel() == 0:
+            return f"its {name} is empty"
+    for name in ("bias", "in_proj_bias"):
+        if getattr(module, name, None) is not None and name not in module._parameters:
+            return f"its {name} is not a Parameter (pruning)"
+    if "forward" in module.__dict__:
+        return "its forward was replaced, on this object alone"
+    taken = [name for name in _TAKEN if name in module.__dict__ or name in module._buffers or name in module._modules]
+    return f"it has attributes of its own that ndpp needs: {', '.join(taken)}" if taken else ""
 
 
 def _changed_by_subclass(kind: type, base: type) -> set[str]:
@@ -77,17 +109,17 @@ def _changed_by_subclass(kind: type, base: type) -> set[str]:
 
 
 @functools.cache
-def combined(ours: Any, kind: Any) -> type[Any]:
-    """Our layer that is still an instance of its own class, with the methods that class adds."""
+def combined(ours: Any, kind: Any, name: str) -> type[Any]:
+    """A class of ours that is still the given class, with the methods it adds; its objects pickle."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _rebuilt, (ours, kind), self.__getstate__()
+        return _rebuilt, (ours, kind, name), self.__getstate__()
 
-    return type(kind.__name__, (ours, kind), {"__reduce_ex__": reduce, "__module__": kind.__module__})
+    return type(name or kind.__name__, (ours, kind), {"__reduce_ex__": reduce, "__module__": kind.__module__})
 
 
-def _rebuilt(ours: Any, kind: Any) -> nn.Module:
-    both: Any = combined(ours, kind)
+def _rebuilt(ours: Any, kind: Any, name: str) -> nn.Module:
+    both: Any = combined(ours, kind, name)
     new: nn.Module = object.__new__(both)
     return new
 
@@ -142,12 +174,10 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, values: bool) -> None:
         self._modules = [(module, type(module), dict(module.__dict__)) for module in model.modules()]
-        self._inner = [
-            (value, dict(value)) for _, _, state in self._modules for value in state.values() if isinstance(value, dict)
-        ]
+        values_of = (value for _, _, state in self._modules for value in state.values())
+        self._inner = [(value, value.copy()) for value in values_of if isinstance(value, (dict, set))]
         tensors: Iterator[torch.Tensor] = (t for pair in (model.parameters(), model.buffers()) for t in pair)
-        self._values = [(t, t.detach().clone()) for t in tensors] if values else []
-        self._training = [(module, module.training) for module in model.modules()]
+        self._values = [(t, t._version, t.detach().clone()) for t in tensors] if values else []
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -158,8 +188,9 @@ class Snapshot:
         for inner, contents in self._inner:  # in place: handles of hooks refer to these very dictionaries
             inner.clear()
             inner.update(contents)
-        for tensor, value in self._values:
-            tensor.copy_(value)
+        for tensor, version, value in self._values:
+            if tensor._version != version:  # else a graph may still need it as it is
+                tensor.copy_(value)
 
 
 # --- the fast paths of nn.Transformer* read raw weights and skip the layers ---

@@ -1,92 +1,92 @@
-"""Who uses what a layer or a norm computes: observed in one run, down to single operations."""
+"""Who uses what a layer or a norm computes: observed while the model runs, down to single operations."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..feeding import feed, tensors
 
-CODE = "other code"
 OUTPUT = "the output of the model"
-_READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"}
+STORED = "an object that keeps it"
+Look = Callable[[nn.Module, list[Tensor], Any], None]
 
 
-class Flow(TorchFunctionMode):
-    """While active, records the producer and the users of every tensor that the watched modules compute."""
+class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, records the producers and the users of all that the watched modules compute.
+
+    Every operation passes here, those of scripts and of autograd functions too, and those that write in place.
+    """
 
     def __init__(self, watched: Iterable[nn.Module]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.watched = set(watched)
-        self.inputs: dict[nn.Module, list[Tensor]] = {}
-        self.outputs: dict[nn.Module, list[Tensor]] = {}  # kept alive, so that ids stay unique
-        self.users: dict[int, set[nn.Module | str]] = {}
+        self.users: dict[nn.Module, set[nn.Module | str]] = {}
+        self.producers: dict[nn.Module, set[nn.Module | None]] = {}  # of its inputs; None is code that is not watched
         self._running: list[nn.Module] = []
+        self._made: dict[int, tuple[Tensor, set[nn.Module]]] = {}  # alive, so that ids stay unique
 
-    def producers(self, module: nn.Module) -> set[nn.Module | None]:
-        """Of its inputs; None stands for code that is no watched module."""
-        made = {id(t): producer for producer, outputs in self.outputs.items() for t in outputs}
-        return {made.get(id(t)) for t in self.inputs.get(module, [])}
-
-    def users_of(self, module: nn.Module) -> set[nn.Module | str]:
-        return set().union(*(self.users.get(id(t), set()) for t in self.outputs.get(module, [])))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = tensors([args, kwargs or {}])
-        made = tensors(result)
-        reads = bool(made) or getattr(func, "__name__", "") in _READS  # shapes and dtypes are nobody's business
-        if reads and not (len(made) == 1 and any(made[0] is t for t in given) and not _in_place(func)):
-            self._use(given, self._running[-1] if self._running else CODE)
-        return result
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        self._use(tensors([args, kwargs or {}]), self._running[0] if self._running else f"the operation {name}")
+        return func(*args, **(kwargs or {}))
 
     def _use(self, given: list[Tensor], user: nn.Module | str) -> None:
         for tensor in given:
-            if id(tensor) in self.users:
-                self.users[id(tensor)].add(user)
+            for producer in self._made.get(id(tensor), (tensor, ()))[1]:
+                if producer is not user:
+                    self.users[producer].add(user)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running:  # within another watched module, it is that one's business
-            self.inputs.setdefault(module, []).extend(tensors([args, kwargs]))
+            given = tensors([args, kwargs])
+            if isinstance(module, nn.MultiheadAttention):  # masks are no data
+                given = tensors([args[:3], [kwargs.get(name) for name in ("query", "key", "value")]])
+            for tensor in given:
+                made = self._made.get(id(tensor))
+                self.producers.setdefault(module, set()).update(made[1] if made else {None})
         self._running.append(module)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, output: Any) -> None:
         self._running.pop()
         if not self._running:
+            self.users.setdefault(module, set())
             for tensor in tensors(output):
-                self.users.setdefault(id(tensor), set())
-                self.outputs.setdefault(module, []).append(tensor)
+                self._made.setdefault(id(tensor), (tensor, set()))[1].add(module)
 
+    def run(self, model: nn.Module, batch: Any, look: Look) -> Any:
+        """The output for a batch. look(module, inputs, output) sees every call of a watched module."""
 
-def _in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.after(module, output)
+            self._running.append(module)  # what looking computes is nobody's use
+            look(module, tensors([args, kwargs]), output)
+            self._running.pop()
 
+        handles = [m.register_forward_pre_hook(self.before, with_kwargs=True) for m in self.watched]
+        handles += [m.register_forward_hook(after, with_kwargs=True) for m in self.watched]
+        try:
+            with self:
+                output = feed(model, batch)
+            self._use(tensors(output), OUTPUT)
+            self._find_stored(output)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._running.clear()
+            self._made.clear()
+        return output
 
-def trace(
-    model: nn.Module, batch: Any, watched: Iterable[nn.Module], look: Callable[[nn.Module, Tensor, Tensor], None]
-) -> tuple[Flow, Any]:
-    """One run of the model. look(module, input, output) is called for every watched module with one input tensor."""
-    flow = Flow(watched)
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        flow.after(module, args, output)
-        given = tensors([args, kwargs])
-        if len(given) == 1 and isinstance(output, Tensor):
-            with torch._C.DisableTorchFunction():
-                look(module, given[0], output)
-
-    handles = [m.register_forward_pre_hook(flow.before, with_kwargs=True) for m in flow.watched]
-    handles += [m.register_forward_hook(after, with_kwargs=True) for m in flow.watched]
-    try:
-        with flow:
-            output = feed(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    flow._use(tensors(output), OUTPUT)
-    return flow, output
+    def _find_stored(self, output: Any) -> None:
+        """What is still referred to after the run, other than by the output and by this record, may be used later."""
+        known = Counter(map(id, tensors(output)))
+        for tensor, producers in self._made.values():
+            expected = 3 + known[id(tensor)]  # the record, the variable of this loop, and the argument of getrefcount
+            if sys.getrefcount(tensor) > expected:
+                for producer in producers:
+                    self.users[producer].add(STORED)
