@@ -165,8 +165,9 @@ def _inherit_(layer: LayerPlan, norm: NormPlan) -> list[tuple[Tensor, Tensor]]:
         and follows_directly
         and not (gamma.is_meta or bool((gamma == 1).all()))
     ):
-        layer.note = f"{layer.note}, " * bool(layer.note) + f"weight times {float(gamma.flatten()[0]):g} of {norm.path}"
-        return [(module.weight, gamma.flatten()[0].detach().to(module.weight.dtype))]  # zero starts a residual branch
+        gain = gamma.detach().flatten()[0]  # zero starts a residual branch
+        layer.note = f"{layer.note}, " * bool(layer.note) + f"weight times {gain.item():g} of {norm.path}"
+        return [(module.weight, gain.to(module.weight.dtype))]
     return []
 
 
