@@ -36,6 +36,7 @@ WIDTH = 120  # columns of the plain table
 ABOUT = ("layer", "class", "blocks", "rows", "|x|")
 HEAD = (*ABOUT, "condition", "→", "rank", "→", "off-diag", "→", "dead")
 NUMBERS = {"condition": "condition number", "rank": "effective rank", "offdiagonal": "off-diagonal energy"}
+BEST = {"condition": "1", "rank": "100%", "offdiagonal": "0%"}
 FEW_ROWS = "fewer rows than features in a block, so that directions are dead for want of data (use a larger batch)"
 
 
@@ -138,9 +139,15 @@ class Inspection:
             pairs = [getattr(layer, name) for layer in layers]
             before, after = [pair.before for pair in pairs], [pair.after for pair in pairs]
             panel.vlines(range(len(layers)), before, after, color="0.75", linewidth=1.5, zorder=2)
-            panel.scatter(range(len(layers)), before, s=22, color="#d55e00", label="before", zorder=3)
-            panel.scatter(range(len(layers)), after, s=22, color="#0072b2", label="after decorrelation", zorder=4)
-            panel.set(ylabel=title, **({} if name == "condition" else {"ylim": (-0.03, 1.03)}))
+            for values, color, word in ((before, "#d55e00", "before"), (after, "#0072b2", "after decorrelation")):
+                faces = ["white" if FEW_ROWS in layer.notes else color for layer in layers]
+                panel.scatter(
+                    range(len(layers)), values, s=22, facecolors=faces, edgecolors=color, label=word, zorder=3
+                )
+            panel.set_ylabel(f"{title}\n({BEST[name]} is best)")
+            if name != "condition":
+                panel.set_ylim(-0.03, 1.03)
+                panel.yaxis.set_major_formatter(_needed("matplotlib.ticker").PercentFormatter(1.0))
             panel.grid(axis="y", color="0.9")
             panel.spines[["top", "right"]].set_visible(False)
         panels[0].set_yscale("log" if self.worst else "linear")
@@ -148,7 +155,13 @@ class Inspection:
         names = [_shortened(_named(layer), 32) for layer in layers[::step]]
         panels[-1].set_xticks(range(0, len(layers), step), names, rotation=90, fontsize=8)
         panels[-1].set_xlim(-0.7, max(len(layers), 1) - 0.3)
-        panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.2)
+        legend = panels[0].legend(
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.2
+        )
+        for handle, color in zip(legend.legend_handles, ("#d55e00", "#0072b2"), strict=False):
+            handle.set_facecolor(color)
+        if any(FEW_ROWS in layer.notes for layer in layers):
+            panels[0].set_title("hollow: too few rows to tell", loc="left", fontsize=9)
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure

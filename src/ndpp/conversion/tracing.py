@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,8 +86,10 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _find_stored(self, output: Any) -> None:
         """What is still referred to after the run, other than by the output and by this record, may be used later."""
         known = Counter(map(id, tensors(output)))
-        for tensor, producers in self._made.values():
-            expected = 3 + known[id(tensor)]  # the record, the variable of this loop, and the argument of getrefcount
-            if sys.getrefcount(tensor) > expected:
+        usual: int | None = None  # of a tensor that only the record holds; interpreters count differently
+        for tensor, producers in [(torch.empty(0), set[nn.Module]()), *self._made.values()]:
+            count = sys.getrefcount(tensor) - known[id(tensor)]
+            usual = count if usual is None else usual
+            if count > usual:
                 for producer in producers:
                     self.users[producer].add(STORED)
