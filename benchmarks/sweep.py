@@ -24,7 +24,6 @@ from ndpp.decorrelated import Decorrelated
 from .records import append, header
 from .zoo import ZOO, Entry, awake_
 
-
 QUICK = ndpp.Settings(block=16, rows=512)  # the same code as the default, in a tenth of the time
 
 
