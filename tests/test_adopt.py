@@ -507,6 +507,93 @@ def test_few_rows_are_noted() -> None:
     assert report.converted[0].note == "only 8 rows of calibration data for blocks of 16"
 
 
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_interrupts_restore_what_was_folded(call: int) -> None:
+    """Also γ in the weight, which is no longer 1."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).eval()
+    nn.init.normal_(model[0].weight)
+    x, calls = torch.randn(64, 8), []
+    want = model(x)
+
+    def batch(m: nn.Module) -> Tensor:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return m(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        ndpp.convert_(model, calibration=[batch])
+    assert torch.equal(model(x), want)
+
+
+def test_norms_that_share_a_bias() -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+    ).eval()
+    model[4].bias = model[1].bias
+    nn.init.normal_(model[1].bias)
+    report = ndpp.convert_(model, calibration=[torch.randn(4, 3, 8, 8)])
+    assert len(report.removed) == 2
+
+
+def test_values_that_are_meant_to_be_infinite() -> None:
+    """A fully padded sample attends to nothing, and the model takes care of it."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            padding = torch.arange(5) >= torch.tensor([5, 3, 0, 2])[:, None]
+            y = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+            return self.last(y.nan_to_num())
+
+    change = ndpp.convert_(Padded().eval(), calibration=[torch.randn(4, 5, 8)]).change
+    assert change is not None
+    assert change < 1e-4
+
+
+class Unusual(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.how = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), how
+        self.bad = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "vmap":
+            return torch.vmap(lambda row: self.b(self.norm(self.a(row))))(x)
+        if self.how == "caught":
+            with contextlib.suppress(RuntimeError):
+                self.bad(x)
+        y = self.norm(self.a(x.type_as(self.b.weight)))
+        if self.how == "cond":
+            y = torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,))
+        if self.how == "cycle":
+
+            def again(n: int) -> Tensor:
+                return y if n == 0 else again(n - 1)
+
+            return self.b(again(2))
+        return self.b(y)
+
+
+@pytest.mark.parametrize("how", ["vmap", "caught", "cond", "cycle"])
+def test_unusual_models(how: str) -> None:
+    """Converted as they should be, or refused and put back."""
+    model = Unusual(how).eval()
+    x = torch.randn(16, 8)
+    want = model(x)
+    if how in ("vmap", "cond"):
+        with pytest.raises(RuntimeError, match=r"ndpp\.convert_"):
+            ndpp.convert_(model, overrides={"bad": None}, calibration=[x])
+        assert type(model.b) is nn.Linear
+    else:
+        assert not ndpp.convert_(model, overrides={"bad": None}, calibration=[x]).kept
+    torch.testing.assert_close(model(x), want, rtol=1e-3, atol=1e-4)
+
+
 # --- refusals ---
 
 

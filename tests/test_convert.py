@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -405,6 +406,47 @@ def test_removed_norms_take_any_name_for_their_input() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     ndpp.convert_(model)
     assert model[0](hidden_states=torch.ones(4)).sum() == 4
+    ndpp.fold_(model)
+    assert model[0](hidden_states=torch.ones(4)).sum() == 4
+
+
+class OwnLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
+        self.seen.append(output)
+
+
+def test_norms_are_tried_without_touching_them() -> None:
+    norm = OwnLayerNorm(4)
+    norm.lock = threading.Lock()  # cannot be copied
+    norm.register_forward_hook(Recorder())
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4))
+    model(torch.randn(2, 4))
+    with torch.device("meta"):
+        assert len(ndpp.convert_(model).removed) == 1
+
+
+def test_norms_with_another_forward_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[1].forward = lambda x: x * 2
+    report = ndpp.convert_(model)
+    assert len(report.kept) == 1
+    model(torch.randn(3, 4))
+
+
+def test_norms_by_class_and_not_by_name_alone() -> None:
+    class Standardised(nn.LayerNorm):
+        pass
+
+    report = ndpp.convert_(nn.Sequential(nn.Linear(4, 4), Standardised(4), nn.Linear(4, 4)))
+    assert [row.before for row in report.removed] == ["Standardised"]
 
 
 def test_frozen_models_stay_frozen() -> None:

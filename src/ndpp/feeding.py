@@ -90,6 +90,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        if len(set(modes.values())) == 1:
+            model.train(modes[model])  # as usual: modules may do more than set a flag
+            modes = {}
         for module, mode in modes.items():
             for child in module.children():
                 if child not in modes:  # made in the meantime

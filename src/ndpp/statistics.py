@@ -242,11 +242,12 @@ class RunningMoments(nn.Module):
                 f"{self._version}; load it with the newer ndpp that wrote it"
             )
         scale = metadata.get("scale", self.settings.scale), metadata.get("scale_eps", self.settings.scale_eps)
-        if scale != (self.settings.scale, self.settings.scale_eps):
+        own = self.settings.scale, self.settings.scale_eps
+        if scale[0] != own[0] or (scale[0] != "none" and scale[1] != own[1]):
             errors.append(
-                f"{prefix or 'the layer: '}its state is that of scale={scale[0]!r}, scale_eps={scale[1]:g}, and this "
-                f"layer has {self.settings!r}; convert with the same arguments as then (a model that was converted "
-                "with calibration: with any batch), or set the settings of the layer, and load again"
+                f"{prefix[:-1] or 'the layer'}: its state is that of scale={scale[0]!r}, scale_eps={scale[1]:g}, and "
+                f"this layer has {self.settings!r}; convert with the same arguments as then (with any batch, if that "
+                "was with calibration), or set the settings of the layer, and load again"
             )
         weight, own_weight = state_dict.get(prefix + "weight"), self._parameters.get("weight")
         same_layer = own_weight is None or (isinstance(weight, Tensor) and weight.shape == own_weight.shape)

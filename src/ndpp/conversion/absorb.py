@@ -47,6 +47,12 @@ class Evidence:
         self.error: dict[nn.Module, float] = {}
         self.dims: dict[nn.Module, set[int]] = {}
 
+    def own_bias(self, norm: nn.Module) -> nn.Parameter | None:
+        """β, unless another norm has the same."""
+        beta = norm._parameters.get("bias")
+        holders = sum(other._parameters.get("bias") is beta for other in self.norms)
+        return beta if holders == 1 else None
+
     def _candidates(self, plan: Plan) -> Sequence[nn.Module]:
         return [*self.norms, *(layer.module for layer in plan.layers)]
 
@@ -55,10 +61,13 @@ class Evidence:
         if plan is None or len(given) != 1 or not isinstance(output, Tensor):
             return
         x = given[0]
-        errors = [_error(plan, x, output)]
-        if plan.norm is not None and plan.norm.kind in SCALE_OF:  # small data show whether ε is the one it has
-            small = x * 1e-3
-            errors.append(_error(plan, small, plan.module.forward(small)))
+        try:
+            errors = [_error(plan, x, output)]
+            if plan.norm is not None and plan.norm.kind in SCALE_OF:  # small data show whether ε is the one it has
+                small = x * 1e-3
+                errors.append(_error(plan, small, plan.module.forward(small)))
+        except RuntimeError:  # tensors without values, as under vmap: no evidence
+            errors = [float("inf")]
         if None not in errors:
             limit = HALF_NORM_ERROR / NORM_ERROR if x.dtype in (torch.bfloat16, torch.float16) else 1.0
             worst = max(e / limit for e in errors if e is not None)
@@ -171,7 +180,7 @@ def _fold_into_layer_before_(
         return f"kept: {_named(others, layers)} also uses what {layer.path} computes"
     if not isinstance(layer.module, _ConvNd) and evidence.dims[norm.module] != {2}:
         return f"kept: its channels are not the features of {layer.path}"
-    fold_after_(layer.module, norm.module)
+    fold_after_(layer.module, norm.module, evidence.own_bias(norm.module))
     changed.add(layer.module)
     return f"folded into {layer.path}"
 
@@ -208,8 +217,8 @@ def _named(users: set[nn.Module | str], layers: dict[nn.Module, LayerPlan]) -> s
 
 
 @torch.no_grad()
-def fold_after_(layer: Any, norm: nn.Module) -> None:
-    """A norm after a layer, a·(x·W + b) + c, as its weight and bias."""
+def fold_after_(layer: Any, norm: nn.Module, beta: nn.Parameter | None) -> None:
+    """A norm after a layer, a·(x·W + b) + c, as its weight and bias; β is the new bias, for optimizers know it."""
     found = normalisation.evaluation_affine(norm)
     assert found is not None
     a, c = found
@@ -221,9 +230,8 @@ def fold_after_(layer: Any, norm: nn.Module) -> None:
     grouped = layer.weight.double().reshape(groups, -1, *layer.weight.shape[1:])
     layer.weight.copy_((grouped * a.reshape(groups, *shape)).reshape(layer.weight.shape))
     bias = c if layer.bias is None else layer.bias.double() * a + c
-    beta = norm._parameters.get("bias")
     if layer.bias is None and beta is not None and place(beta) == place(layer.weight):
-        layer.bias = beta  # optimizers know it
+        layer.bias = beta
     set_bias_(layer, "bias", bias)
 
 
@@ -242,17 +250,20 @@ def fold_before_(layer: Any, norm: nn.Module) -> None:
 
 
 def _matrices(layer: Any) -> list[tuple[Tensor, str, slice]]:
-    """The weights (out, in) of a layer as views, the name of their bias, and where in it theirs is."""
+    """The weights (out, in) of a layer as views, the name of their bias, and where in it theirs is.
+
+    Detached, not `.data`: what is written to them then counts in the version of the Parameter.
+    """
     whole = slice(None)
     if isinstance(layer, nn.MultiheadAttention):
         e = layer.embed_dim
         if layer._qkv_same_embed_dim:
             assert layer.in_proj_weight is not None
-            return [(layer.in_proj_weight.data, "in_proj_bias", whole)]
+            return [(layer.in_proj_weight.detach(), "in_proj_bias", whole)]
         weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-        return [(w.data, "in_proj_bias", slice(i * e, (i + 1) * e)) for i, w in enumerate(weights) if w is not None]
+        return [(w.detach(), "in_proj_bias", slice(i * e, (i + 1) * e)) for i, w in enumerate(weights) if w is not None]
     is_linear = isinstance(layer, nn.Linear)
-    return [(layer.weight.data if is_linear else layer.weight.data.mT, "bias", whole)]
+    return [(layer.weight.detach() if is_linear else layer.weight.detach().mT, "bias", whole)]
 
 
 @torch.no_grad()

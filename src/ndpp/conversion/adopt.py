@@ -78,7 +78,7 @@ class Samples:
 
     def look(self, module: nn.Module, given: list[Tensor], output: Any) -> None:
         found = tensors(output)[:1]
-        for flat in (t.detach().flatten() for t in found):
+        for flat in (t.detach().flatten() for t in found if not torch._C._functorch.is_functorch_wrapped_tensor(t)):
             part = flat[:: max(flat.numel() // SAMPLE, 1)].clone()
             self.values.setdefault(module, []).append(part)
 
@@ -102,9 +102,16 @@ class Samples:
         for module, before in self.values.items():
             after = other.values[module]
             lost = len(before) != len(after)
-            change = float("inf") if lost else max(map(relative_change, before, after), default=0.0)
+            change = float("inf") if lost else max(map(_sample_change, before, after), default=0.0)
             worst = max(worst, (change, module), key=lambda pair: pair[0])
         return worst
+
+
+def _sample_change(old: Tensor, new: Tensor) -> float:
+    """Inside a model, what is not finite may be meant so (attention to nothing), as long as it stays the same."""
+    if old.shape != new.shape or not torch.equal(torch.isfinite(old), torch.isfinite(new)):
+        return float("inf")
+    return relative_change(*(torch.where(torch.isfinite(t), t, 0) for t in (old, new)))
 
 
 def _largest(before: list[list[Tensor]], after: list[list[Tensor]]) -> float:

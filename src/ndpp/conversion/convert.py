@@ -67,6 +67,8 @@ def convert_(
         raise ValueError("ndpp.convert_: calibration needs a model with values; this one is on the meta device")
     refuse_wrapped(model, "ndpp.convert_", "convert")
     plan = make_plan(model, named_settings(settings), where, overrides or {}, norms)
+    if any(t.is_inference() for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("ndpp.convert_: the model has tensors made in inference mode, which cannot be trained")
     before = sum(p.numel() for p in model.parameters())
     known = {id(p) for p in model.parameters()}
     snapshot = Snapshot(model, values=calibration is not None)

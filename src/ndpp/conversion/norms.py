@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import math
 import re
 from typing import Any, Literal, NamedTuple
 
@@ -42,7 +42,8 @@ class Norm(NamedTuple):
 
 def is_named_norm(module: nn.Module) -> bool:
     """Whether it calls itself a norm, and is not a container of other things as well."""
-    named = "norm" in type(module).__name__.lower() and not isinstance(module, (RemovedNorm, RemovedNormAct))
+    named = "norm" in type(module).__name__.lower() or isinstance(module, tuple(stock for stock, _ in _STOCK))
+    named = named and not isinstance(module, (RemovedNorm, RemovedNormAct))
     return named and (not module._modules or bool(module._parameters) or bool(module._buffers))
 
 
@@ -56,6 +57,8 @@ def recognise(module: nn.Module) -> Norm | None:
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if kind is None or not own <= {"weight", "bias"} or not set(children) <= set(_KEPT) or not _takes_one(module):
         return None
+    if "forward" in module.__dict__:
+        return None
     if not children and not type(module).forward.__module__.startswith("torch.nn.") and not _is_odd(module):
         return None
     return Norm(kind, tuple(children[key] for key in _KEPT if key in children))
@@ -66,15 +69,12 @@ def _is_odd(module: nn.Module) -> bool:
     gamma, _ = affine(module)
     if gamma is not None and gamma.is_meta:
         return True  # it cannot be tried
-    probe = copy.deepcopy(module).eval()
-    for tensor in (affine(probe)[1], statistics(probe)[0]):
-        if tensor is not None:
-            tensor.data.zero_()
+    probe = _probe(module)
     size = 8 if gamma is None else gamma.numel()
     options: dict[str, Any] = {} if gamma is None else {"dtype": gamma.dtype, "device": gamma.device}
     with torch.no_grad():
         for shape in ((2, size), (2, 3, size), (2, size, 3), (2, size, 3, 3), (2, 3, 3, size), (2, size, 3, 3, 3)):
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(**options)
+            x = torch.linspace(-1, 1, math.prod(shape), device="cpu").sin().reshape(shape).to(**options)
             try:
                 y, opposite = probe.forward(x), probe.forward(-x)
             except Exception:  # not a shape that it takes
@@ -82,6 +82,19 @@ def _is_odd(module: nn.Module) -> bool:
             if isinstance(y, Tensor) and y.shape == x.shape:
                 return torch.allclose(y, -opposite, atol=1e-2)
     return False
+
+
+def _probe(module: nn.Module) -> nn.Module:
+    """An object of the same class in evaluation mode without β and μ; it shares nothing that a call changes."""
+    probe: nn.Module = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        probe.__dict__[name] = dict(value) if type(value) is dict else value
+    probe.training = False
+    for tensors in (probe._parameters, probe._buffers):
+        for name in ("bias", "running_mean"):
+            if (old := tensors.get(name)) is not None:
+                tensors[name] = nn.Parameter(torch.zeros_like(old), requires_grad=False)
+    return probe
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -138,7 +151,10 @@ class RemovedNorm(nn.Identity):
     """What a removed norm becomes: the identity, which knows what was here when a checkpoint brings it back."""
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        return args[0] if args else next(iter(kwargs.values()))  # norms have many names for their input
+        if args:
+            return args[0]
+        self.__dict__["called_by_name"] = True  # norms have many names for their input, nn.Identity has one
+        return next(iter(kwargs.values()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -179,7 +195,7 @@ def remove_(module: nn.Module, after: tuple[nn.Module, ...], asked_for: bool = F
 
 def forget_removed_(module: nn.Module) -> None:
     """A removed norm as a stock module."""
-    if isinstance(module, RemovedNorm):
+    if isinstance(module, RemovedNorm) and not module.__dict__.get("called_by_name"):
         module.__class__ = nn.Identity  # type: ignore[assignment]
     elif isinstance(module, RemovedNormAct):
         module.__class__ = nn.Sequential  # type: ignore[assignment]

@@ -83,7 +83,8 @@ def make_plan(model: nn.Module, settings: Settings, where: Where | None, overrid
                         items.append(LayerPlan(full, part, None, settings, "its attention was left alone"))
         elif normalisation.is_named_norm(module):
             read = reasons.read.get(module)
-            items.append(NormPlan(path, module, normalisation.recognise(module), False, read=read))
+            known = normalisation.recognise(module) if norms == "remove" else None
+            items.append(NormPlan(path, module, known, False, read=read))
     reasons.check_patterns([item.path for item in items if isinstance(item, LayerPlan)])
     plan = Plan([i for i in items if isinstance(i, LayerPlan)], [i for i in items if isinstance(i, NormPlan)])
     for norm in plan.norms:

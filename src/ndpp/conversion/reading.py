@@ -92,4 +92,6 @@ def _is_about(node: ast.Attribute, above: ast.AST | None) -> bool:
         return above.attr in _ABOUT
     if isinstance(above, ast.Compare):
         return all(isinstance(op, (ast.Is, ast.IsNot)) for op in above.ops)
+    if isinstance(above, ast.Call) and isinstance(above.func, ast.Attribute):
+        return above.func.attr in ("to", "type_as") and node in above.args
     return isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "isinstance"

@@ -32,7 +32,11 @@ _HARMLESS = {  # what a subclass may define of its own
 }
 
 
-_TAKEN = ("settings", "layout", "running_mean", "running_cov", "num_batches_tracked", "q_proj", "k_proj", "v_proj")
+_TAKEN = (  # names that our layers, and what fold_ makes of them, use on the object
+    *("settings", "layout", "running_mean", "running_cov", "num_batches_tracked", "q_proj", "k_proj", "v_proj"),
+    *("step_rows", "step_mean", "step_cov", "scale", "scale_eps", "scale_per_row", "scales", "_settings", "_label"),
+    *("_awaiting", "_seen_masked", "_cache", "_collecting", "_stock"),
+)
 
 
 class Match(NamedTuple):

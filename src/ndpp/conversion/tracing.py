@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Every operation passes here, those of scripts and of autograd functions too, and those that write in place.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, watched: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watched = set(watched)
@@ -33,7 +36,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[Tensor, set[nn.Module]]] = {}  # alive, so that ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
+        name = getattr(func, "__name__", "?").partition(".")[0]
         self._use(tensors([args, kwargs or {}]), self._running[0] if self._running else f"the operation {name}")
         return func(*args, **(kwargs or {}))
 
@@ -70,7 +73,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._running.pop()
 
         handles = [m.register_forward_pre_hook(self.before, with_kwargs=True) for m in self.watched]
-        handles += [m.register_forward_hook(after, with_kwargs=True) for m in self.watched]
+        handles += [m.register_forward_hook(after, with_kwargs=True, always_call=True) for m in self.watched]
         try:
             with self:
                 output = feed(model, batch)
@@ -85,6 +88,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _find_stored(self, output: Any) -> None:
         """What is still referred to after the run, other than by the output and by this record, may be used later."""
+        gc.collect()  # cycles hold what nobody will use
         known = Counter(map(id, tensors(output)))
         usual: int | None = None  # of a tensor that only the record holds; interpreters count differently
         for tensor, producers in [(torch.empty(0), set[nn.Module]()), *self._made.values()]:
