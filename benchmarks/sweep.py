@@ -77,8 +77,8 @@ def sweep(entry: Entry, settings: str | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = entry.build().train(), entry.batch()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d) and module.affine:
-            nn.init.ones_(module.weight)  # RepVGG's start at random, which is not to be told from trained
+        if isinstance(module, nn.BatchNorm2d) and module.affine and bool((module.weight != module.weight[0]).any()):
+            module.reset_parameters()  # RepVGG's start at random, which is not to be told from trained
     report = ndpp.convert_(model, settings or QUICK)
     _check_complete(model, report)
     awake_(model)
