@@ -103,7 +103,6 @@ def sweep(entry: Entry, settings: str | None = None) -> dict[str, Any]:
     error = _fold_error(model, entry, batch)
     if error > 1e-5:  # rounding that deep networks amplify, if it vanishes with more digits
         exact = _fold_error(model.double(), entry, batch, torch.float64)
-        assert error <= 1e-4, f"folded and converted differ by {error:.1e}"
         assert exact <= 1e-9, f"folded and converted differ by {error:.1e}, and by {exact:.1e} in float64"
     return {
         "name": entry.name,

@@ -255,20 +255,33 @@ def test_norms_that_other_code_reads() -> None:
     assert "norm.weight" not in model.state_dict()
 
 
-def test_norms_registered_after_their_layers() -> None:
-    """The norms of the last block go with those of the others, the norm before the plain head stays."""
+class Block(nn.Module):
+    """Its norms are registered after the layers that read them."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
+
+class TwoNorms(nn.Module):
+    """One norm before a layer that cannot be converted, one before a layer that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.own, self.norm2, self.layer = nn.LayerNorm(4), Doubled(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+
+def test_norms_of_the_last_block_go_with_the_others() -> None:
+    """And only those: not the norm before the plain head, and not a norm with another number in its name."""
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([Block(), Block()]), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
     )
     report = ndpp.convert_(model, overrides={"head": None})
     assert [row.path for row in report.removed] == ["blocks.0.norm", "blocks.1.norm"]
     assert [row.path for row in report.kept] == ["norm"]
+    report = ndpp.convert_(nn.ModuleList([TwoNorms(), TwoNorms()]))
+    assert [row.path for row in report.removed] == ["0.norm2", "1.norm2"]
+    assert [row.path for row in report.kept] == ["0.norm1", "1.norm1"]
 
 
 class Regular(nn.Module):

@@ -177,7 +177,7 @@ def _decide_last_blocks(model: nn.Module, plan: Plan) -> None:
     """
 
     def place(norm: NormPlan) -> tuple[str, type[nn.Module]]:
-        return re.sub(r"\d+", "*", norm.path), type(model.get_submodule(_parent(norm.path)))
+        return re.sub(r"(?<![^.])\d+(?![^.])", "*", norm.path), type(model.get_submodule(_parent(norm.path)))
 
     removed = {place(norm) for norm in plan.norms if norm.remove}
     for norm in plan.norms:
