@@ -582,16 +582,20 @@ class Unusual(nn.Module):
 @pytest.mark.parametrize("how", ["vmap", "caught", "cond", "cycle"])
 def test_unusual_models(how: str) -> None:
     """Converted as they should be, or refused and put back."""
+    if how == "cond" and torch.__version__ < (2, 10):
+        pytest.skip("torch.cond does not run eagerly here")
     model = Unusual(how).eval()
     x = torch.randn(16, 8)
-    want = model(x)
+    with torch.no_grad():
+        want = model(x)
     if how in ("vmap", "cond"):
         with pytest.raises(RuntimeError, match=r"ndpp\.convert_"):
             ndpp.convert_(model, overrides={"bad": None}, calibration=[x])
         assert type(model.b) is nn.Linear
     else:
         assert not ndpp.convert_(model, overrides={"bad": None}, calibration=[x]).kept
-    torch.testing.assert_close(model(x), want, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), want, rtol=1e-3, atol=1e-4)
 
 
 # --- refusals ---
