@@ -105,16 +105,22 @@ def sweep(entry: Entry, settings: str | None = None) -> dict[str, Any]:
         exact = _fold_error(model.double(), entry, batch, torch.float64)
         assert exact <= 1e-9, f"folded and converted differ by {error:.1e}, and by {exact:.1e} in float64"
     return {
+        **_outcome(entry, report),
+        "unused": unused,
+        "losses": losses,
+        "fold_error": error,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _outcome(entry: Entry, report: ndpp.Report) -> dict[str, Any]:
+    return {
         "name": entry.name,
         "family": entry.family,
         "converted": len(report.converted),
         "skipped": _reasons(report.skipped),
         "removed": len(report.removed),
         "kept": _reasons(report.kept),
-        "unused": unused,
-        "losses": losses,
-        "fold_error": error,
-        "seconds": time.perf_counter() - start,
     }
 
 
@@ -132,12 +138,7 @@ def adopt(entry: Entry) -> dict[str, Any]:
     report = ndpp.convert_(model, QUICK, calibration=[lambda model: entry.output(model, batch)])
     assert report.change is not None
     return {
-        "name": entry.name,
-        "family": entry.family,
-        "converted": len(report.converted),
-        "skipped": _reasons(report.skipped),
-        "removed": len(report.removed),
-        "kept": _reasons(report.kept),
+        **_outcome(entry, report),
         "change": report.change,
         "seconds": time.perf_counter() - start,
     }

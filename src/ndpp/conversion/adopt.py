@@ -44,7 +44,8 @@ def adopt_(model: nn.Module, plan: Plan, calibration: Iterable[Any]) -> float:
         reference = [[t.detach().clone() for t in tensors(flow.run(model, batch, look))] for batch in named]
         _check_reference(reference, model, named[0])
         changed = absorb_norms_(plan, flow, evidence)
-        _convert_layers_(plan)
+        convert_layers_(plan)
+        _unscale_outputs_of_attention_(plan)
         rows = _collect_(model, plan, named)
         for layer in plan.layers:
             if layer.ours is not None:
@@ -159,12 +160,16 @@ def _check_change(
 # --- weights ---
 
 
-def _convert_layers_(plan: Plan) -> None:
+def convert_layers_(plan: Plan) -> None:
     for layer in plan.layers:
-        if layer.ours is None:
-            continue
-        become_(layer.module, layer.ours, layer.settings, layer.path)
-        if isinstance(layer.module, MultiheadAttention):  # a norm before it is none of its output projection
+        if layer.ours is not None:
+            become_(layer.module, layer.ours, layer.settings, layer.path)
+
+
+def _unscale_outputs_of_attention_(plan: Plan) -> None:
+    """A norm before attention is the scale of its inputs, and none of its output projection."""
+    for layer in plan.layers:
+        if layer.ours is not None and isinstance(layer.module, MultiheadAttention):
             projection: Any = layer.module.out_proj
             projection.settings = projection.settings.replace(scale="none", scale_eps=0.0)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..settings import Settings, named_settings
 from . import norms as normalisation
-from .adopt import adopt_
+from .adopt import adopt_, convert_layers_
 from .planning import LayerPlan, NormPlan, Overrides, Plan, Where, make_plan, norm_size
 from .report import Report, Row
-from .surgery import Snapshot, become_, blocks, disable_fast_paths_, is_ours, place, sizes
+from .surgery import Snapshot, blocks, disable_fast_paths_, is_ours, place, sizes
 
 # Wrappers by the name of their class, and what to do instead.
 _WRAPPERS = {
@@ -68,7 +68,10 @@ def convert_(
     refuse_wrapped(model, "ndpp.convert_", "convert")
     plan = make_plan(model, named_settings(settings), where, overrides or {}, norms)
     if any(t.is_inference() for t in (*model.parameters(), *model.buffers())):
-        raise ValueError("ndpp.convert_: the model has tensors made in inference mode, which cannot be trained")
+        raise ValueError(
+            "ndpp.convert_: the model has tensors made in inference mode, which cannot be trained; build or load it "
+            "outside of torch.inference_mode"
+        )
     before = sum(p.numel() for p in model.parameters())
     known = {id(p) for p in model.parameters()}
     snapshot = Snapshot(model, values=calibration is not None)
@@ -120,12 +123,6 @@ def _refuse_trained(plan: Plan) -> None:
             f"{', ...' if len(found) > 3 else ''}. Pass calibration=batches to keep what the model computes, "
             'norms="keep" to keep them, or initialise them again to train from scratch'
         )
-
-
-def convert_layers_(plan: Plan) -> None:
-    for layer in plan.layers:
-        if layer.ours is not None:
-            become_(layer.module, layer.ours, layer.settings, layer.path)
 
 
 def _remove_norms_(model: nn.Module, plan: Plan) -> None:

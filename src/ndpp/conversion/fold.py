@@ -13,10 +13,7 @@ from ..attention import MultiheadAttention, Projection
 from ..decorrelated import Decorrelated
 from .convert import refuse_wrapped
 from .norms import forget_removed_
-from .surgery import combined, enable_fast_paths_, is_ours, stock_class
-
-_STATE = ("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
-_OWN = ("_settings", "layout", "_label", "_awaiting", "_seen_masked", "_cache", "_collecting", "_stock")
+from .surgery import OWN, STATE, combined, enable_fast_paths_, is_ours, stock_class
 
 
 @torch.no_grad()
@@ -51,10 +48,10 @@ def _fold_layer_(layer: Decorrelated) -> None:
     settings, per_row, stock = layer.settings, layer._per_row_scale, stock_class(layer)
     scale = settings.scale
     trains = layer.weight.requires_grad
-    for name in _STATE:
+    for name in STATE:
         del layer._buffers[name]
-    layer._non_persistent_buffers_set.difference_update(_STATE)
-    for name in _OWN:
+    layer._non_persistent_buffers_set.difference_update(STATE)
+    for name in OWN:
         layer.__dict__.pop(name, None)
     module: Any = layer
     kind: Any = stock

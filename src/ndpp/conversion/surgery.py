@@ -30,13 +30,11 @@ _HARMLESS = {  # what a subclass may define of its own
     *("__constants__", "__static_attributes__", "__firstlineno__", "__weakref__", "__annotate__", "__annotate_func__"),
     *("__annotations_cache__",),
 }
-
-
-_TAKEN = (  # names that our layers, and what fold_ makes of them, use on the object
-    *("settings", "layout", "running_mean", "running_cov", "num_batches_tracked", "q_proj", "k_proj", "v_proj"),
-    *("step_rows", "step_mean", "step_cov", "scale", "scale_eps", "scale_per_row", "scales", "_settings", "_label"),
-    *("_awaiting", "_seen_masked", "_cache", "_collecting", "_stock"),
-)
+# What our layers hold beside the stock ones: buffers, and attributes of the object.
+STATE = ("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
+OWN = ("_settings", "layout", "_label", "_awaiting", "_seen_masked", "_cache", "_collecting", "_stock")
+_OF_FOLDED = ("scale", "scale_eps", "scale_per_row", "scales")
+_TAKEN = (*STATE, *OWN, *_OF_FOLDED, "settings", "q_proj", "k_proj", "v_proj")
 
 
 class Match(NamedTuple):
