@@ -1,0 +1,1 @@
+"""Reading data as it lies on disk."""

@@ -1,0 +1,1 @@
+"""Networks that the libraries of the field do not have."""

@@ -1,0 +1,1 @@
+"""Normalisations to compare with."""

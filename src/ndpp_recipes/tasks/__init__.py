@@ -1,0 +1,24 @@
+"""The tasks by name. Each module is imported when it is asked for, as some need libraries that others do not."""
+
+from __future__ import annotations
+
+import importlib
+
+from ..config import Config
+from .base import Meter, Task
+
+__all__ = ["TASKS", "Meter", "Task", "make_task"]
+
+TASKS = {
+    "classification": "Classification",
+    "detection": "Detection",
+    "segmentation": "Segmentation",
+    "translation": "Translation",
+    "language": "Language",
+}
+
+
+def make_task(config: Config) -> Task:
+    module = importlib.import_module(f".{config.task}", __package__)
+    task: Task = getattr(module, TASKS[config.task])(config)
+    return task
