@@ -226,12 +226,19 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = _Parser(prog="python -m ndpp", description=__doc__)
+def main(
+    arguments: list[str] | None = None,
+    *,
+    prog: str = "python -m ndpp",
+    about: str | None = __doc__,
+    commands: Mapping[str, Command] = COMMANDS,
+) -> int:
+    """Run one of the commands; a Failure is printed in a line, and is exit status 2."""
+    parser = _Parser(prog=prog, description=about)
     parser.add_argument("--version", action="version", version=f"ndpp {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        command.arguments(commands.add_parser(name, help=command.help, description=command.help))
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in commands.items():
+        command.arguments(parsers.add_parser(name, help=command.help, description=command.help))
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # arrows, where the output is not UTF-8
@@ -239,9 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        COMMANDS[options.command].main(options)
+        commands[options.command].main(options)
     except Failure as failure:
-        print(f"python -m ndpp {options.command}: {failure}", file=sys.stderr)
+        print(f"{prog} {options.command}: {failure}", file=sys.stderr)
         return 2
     return 0
 

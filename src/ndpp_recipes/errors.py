@@ -30,6 +30,10 @@ class NonFiniteError(RecipeError):
     """The loss is no number any more."""
 
 
+class Stopped(RecipeError):
+    """A run that was asked to stop, and can go on later."""
+
+
 class MissingExtra(RecipeError):
     """A library that only some recipes need."""
 

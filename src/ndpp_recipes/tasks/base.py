@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -73,6 +73,10 @@ class Task(abc.ABC):
     def exportable(self, model: nn.Module) -> nn.Module:
         """What export traces: tensors in, tensors out."""
         return model
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Start from the weights of a plain network; an error says what does not fit."""
+        model.load_state_dict(state)
 
     def batches(self, size: int, generator: torch.Generator) -> list[list[int]]:
         """One epoch of training as lists of records, in order. How many there are depends on the data alone."""

@@ -1,0 +1,192 @@
+"""Batches whose content depends on seed, epoch and position alone: any of them can be had again, in any process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from .errors import DataError
+from .parallel import Place
+from .tasks import Task
+
+TRIES = 32  # records looked at, in order, to replace one that cannot be used
+Key = tuple[int, int]  # epoch, record
+
+
+class Loader:
+    """The training and evaluation batches of one rank. Bad records are counted, listed, and end the run at a limit."""
+
+    def __init__(self, task: Task, place: Place, out: Path | None = None) -> None:
+        run, data = task.config.run, task.config.data
+        self.task, self.place, self.out, self.limit = task, place, out, data.skip_bad
+        self.part = micro_batch(run.batch_size, run.accumulate, place.world)
+        self.eval_size = run.eval_batch_size or self.part
+        self.accumulate, self.seed = run.accumulate, run.seed
+        self.workers = min(data.workers, os.cpu_count() or 1)
+        self.bad: set[str] = set()
+
+    def steps_per_epoch(self) -> int:
+        return len(self._parts(0)) // self.accumulate
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[list[Any]]:
+        """The steps of an epoch from the given one on; each is a list of the parts to accumulate."""
+        parts = self._parts(number)[start * self.accumulate :]
+        keys = [[(number, record) for record in part] for part in parts]
+        step: list[Any] = []
+        for batch in self._loaded(self.task.train_set, keys, replace=True):
+            step.append(batch)
+            if len(step) == self.accumulate:
+                yield step
+                step = []
+
+    def evaluation(self, everything: bool = False) -> Iterator[Any]:
+        """The share of this rank in the evaluation data, or all of it."""
+        batches = self.task.eval_batches(self.eval_size)
+        if not everything:
+            batches = batches[self.place.rank :: self.place.world]
+        keys = [[(0, record) for record in batch] for batch in batches]
+        yield from self._loaded(self.task.eval_set, keys, replace=False)
+
+    def _parts(self, epoch: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(_mixed(self.seed, epoch))
+        parts = self.task.batches(self.part, generator)
+        together = self.place.world * self.accumulate
+        whole = len(parts) // together * together
+        if whole == 0:
+            raise DataError(
+                self.task.config.data.path,
+                f"{len(parts)} batches of {self.part} are fewer than one step takes ({self.place.world} ranks × "
+                f"accumulate {self.accumulate}); use a smaller run.batch_size",
+            )
+        return parts[self.place.rank : whole : self.place.world]
+
+    def _loaded(self, data: Dataset[Any], keys: list[list[Key]], replace: bool) -> Iterator[Any]:
+        loader = DataLoader(
+            _Seeded(data, self.seed, replace),
+            batch_sampler=_Listed(keys),
+            num_workers=min(self.workers, len(keys)),
+            collate_fn=_Collated(self.task),
+            pin_memory=self.place.device.type == "cuda",
+            generator=torch.Generator(),  # its own: a loader that is started again must not draw from torch's
+        )
+        for batch, bad in loader:
+            self._note(bad)
+            if batch is not None:
+                yield batch
+
+    def _note(self, bad: Sequence[DataError]) -> None:
+        for error in bad:
+            if str(error) in self.bad:
+                continue
+            self.bad.add(str(error))
+            if len(self.bad) > self.limit:
+                if self.limit == 0:
+                    raise DataError(error.path, f"{error.reason}. --skip-bad N leaves up to N out", error.record)
+                listed = "\n  ".join(sorted(self.bad))
+                raise DataError(
+                    self.task.config.data.path,
+                    f"{len(self.bad)} bad records, and --skip-bad is {self.limit}:\n  {listed}",
+                )
+            if self.out is not None:
+                with self.out.open("a") as file:
+                    file.write(json.dumps({"file": error.path, "record": error.record, "reason": error.reason}) + "\n")
+
+
+def micro_batch(batch_size: int, accumulate: int, world: int) -> int:
+    """How many records one rank sees at a time."""
+    size, rest = divmod(batch_size, accumulate * world)
+    if rest or size < 1:
+        raise DataError(
+            "run.batch_size", f"{batch_size} does not divide into {world} ranks × accumulate {accumulate} equal parts"
+        )
+    return size
+
+
+class _Listed:
+    """A batch sampler that was written down."""
+
+    def __init__(self, keys: list[list[Key]]) -> None:
+        self.keys = keys
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class _Seeded(Dataset[tuple[Any, list[DataError]]]):
+    """Items drawn under a seed of their own; in place of a bad one comes the next, or nothing."""
+
+    def __init__(self, data: Dataset[Any], seed: int, replace: bool) -> None:
+        self.data, self.seed, self.replace = data, seed, replace
+
+    def __getitem__(self, key: Key) -> tuple[Any, list[DataError]]:
+        epoch, record = key
+        bad: list[DataError] = []
+        with _seeded(_mixed(self.seed, epoch, record)):
+            for number in range(TRIES if self.replace else 1):
+                try:
+                    return self.data[(record + number) % len(self.data)], bad  # type: ignore[arg-type]
+                except DataError as error:
+                    bad.append(error)
+                except OSError as error:
+                    bad.append(DataError(error.filename or "data", f"{type(error).__name__}: {error}", record + number))
+        return None, bad
+
+
+class _Collated:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __call__(self, found: list[tuple[Any, list[DataError]]]) -> tuple[Any, list[DataError]]:
+        items = [item for item, _ in found if item is not None]
+        return (self.task.collate(items) if items else None), [error for _, errors in found for error in errors]
+
+
+def _mixed(*numbers: int) -> int:
+    return int(np.random.SeedSequence([number % 2**32 for number in numbers]).generate_state(1)[0])
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """All three global generators at a seed; in the main process they go on afterwards as if nothing had been drawn."""
+    saved = None if torch.utils.data.get_worker_info() else random_state()
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
+    np.random.seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        if saved is not None:
+            restore_random_(saved)
+
+
+def random_state(cuda: bool = False) -> dict[str, Any]:
+    """The state of the global generators, in types that torch.load takes with weights_only."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "python": random.getstate(),
+    }
+    return {**state, "cuda": torch.cuda.get_rng_state()} if cuda else state
+
+
+def restore_random_(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,137 @@
+"""A run opened again: evaluated, or exported as a plain network."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ndpp
+from ndpp.feeding import tensors
+
+from . import checkpoints
+from .building import autocast, build_model, evaluate, on_device
+from .config import Config, from_dict
+from .errors import ConfigError, MissingExtra, RecipeError
+from .loading import Loader
+from .parallel import Place, device_named
+from .tasks import Task, make_task
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A trained model, its task and its data."""
+
+    config: Config
+    task: Task
+    loader: Loader
+    model: nn.Module
+    step: int
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics over the evaluation data."""
+        device = self.loader.place.device
+        return evaluate(
+            self.model,
+            self.loader,
+            lambda: autocast(device, self.config.run.precision),
+            lambda batch: on_device(batch, device, self.config.run.channels_last),
+        )
+
+
+def open_run(
+    folder: str | Path, checkpoint: str = "best", *, data: str | None = None, changes: Mapping[str, Any] | None = None
+) -> Saved:
+    """The model of a run: at its `best` evaluation, its `last` checkpoint, or a checkpoint file."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise RecipeError(f"{folder} is no run: it has no config.json; expected a folder that `ndpp train` wrote")
+    try:
+        config = from_dict(json.loads((folder / "config.json").read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"{folder / 'config.json'} is no configuration of this version: {error}") from error
+    config = config.changed({**({"data.path": data} if data is not None else {}), **(changes or {})})
+    state = _state(folder, checkpoint)
+    device = device_named(config.run.device)
+    task = make_task(config)
+    loader = Loader(task, Place(0, 1, device))
+    model, _ = build_model(loader, device, fresh=False)
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise RecipeError(f"{folder}: the checkpoint does not fit the model of config.json: {error}") from error
+    return Saved(config, task, loader, model.eval(), int(state["step"]))
+
+
+def _state(folder: Path, checkpoint: str) -> dict[str, Any]:
+    if checkpoint == "last":
+        state = checkpoints.latest(folder / "checkpoints")
+        if state is None:
+            raise RecipeError(f"{folder} has no checkpoint yet")
+        if state["ema"] is not None:  # what was evaluated is the average
+            inner = {key.removeprefix("module."): value for key, value in state["ema"].items() if key != "n_averaged"}
+            state = {**state, "model": inner}
+        return state
+    path = folder / "best.pt" if checkpoint == "best" else Path(checkpoint)
+    if checkpoint == "best" and not path.exists():
+        raise RecipeError(f"{folder} has no best.pt: no evaluation has been made yet; use --checkpoint last")
+    loaded: dict[str, Any] = checkpoints.load(path)
+    return loaded
+
+
+# --- export ---
+
+
+def export(saved: Saved, kind: str, path: Path) -> float:
+    """Write the network as plain layers, and return how far its output is from the trained model's at most."""
+    if kind not in FORMATS:
+        raise ConfigError(f"no format {kind!r}; there are {', '.join(FORMATS)}")
+    model = copy.deepcopy(saved.model).cpu().float().eval()
+    inputs = tuple(value.cpu() for value in saved.task.example())
+    with torch.no_grad():
+        expected = tensors(saved.task.exportable(model)(*inputs))
+        if any(isinstance(module, ndpp.decorrelated.Decorrelated) for module in model.modules()):
+            ndpp.fold_(model)
+        plain = saved.task.exportable(model).eval()
+        found = tensors(plain(*inputs))
+    difference = max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True) if a.numel())
+    _, write = FORMATS[kind]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(plain if kind != "safetensors" else model, inputs, path)
+    return difference
+
+
+def _onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+    try:
+        program = torch.onnx.export(model, inputs, dynamo=True, verbose=False)
+    except ImportError as error:
+        raise MissingExtra("onnx and onnxscript", "--format onnx") from error
+    if program is None:
+        raise RecipeError("torch.onnx gave no program")
+    program.save(str(path))
+
+
+def _torch_export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+    torch.export.save(torch.export.export(model, inputs), str(path))
+
+
+def _safetensors(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+    try:
+        from safetensors.torch import save_model
+    except ImportError as error:
+        raise MissingExtra("safetensors", "--format safetensors") from error
+    save_model(model, str(path))
+
+
+# What a file of each kind is called, and who writes it.
+FORMATS: dict[str, tuple[str, Callable[[nn.Module, tuple[Tensor, ...], Path], None]]] = {
+    "onnx": (".onnx", _onnx),
+    "torch": (".pt2", _torch_export),
+    "safetensors": (".safetensors", _safetensors),
+}
