@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test gpu-test sweep lint bench clean
 
 demo: $(INSTALLED)
-	$(RUN) demos/correction.py --out correction.png
+	$(VENV)/bin/ndpp race
 
 test: lint
 	$(RUN) -m pytest -n auto -m "not slow and not gpu"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ndpp_recipes.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from ndpp_recipes.config import Config, ImageData, ModelConfig, OptimizerConfig, RunConfig
 from ndpp_recipes.errors import DataError
 from ndpp_recipes.tasks import Meter, Task
 
@@ -77,7 +77,7 @@ def config(*, workers: int = 0, skip_bad: int = 0, **run: Any) -> Config:
         recipe="toy",
         task="classification",
         model=ModelConfig(name="toy"),
-        data=DataConfig(path="numbers.txt", workers=workers, skip_bad=skip_bad),
+        data=ImageData(path="numbers.txt", workers=workers, skip_bad=skip_bad),
         optimizer=OptimizerConfig(lr=0.05),
         run=RunConfig(**{"batch_size": 4, "epochs": 2, **run}),
     )
