@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -172,10 +173,10 @@ def comparison(runs: Sequence[Any]) -> str:
     from .comparison import compare_table
 
     def form(value: Any, digits: int) -> str:
-        return "–" if value is None else f"{value:,.{digits}f}"
+        return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
     rows = compare_table(runs)
-    metric = runs[0].metric
+    metric = rows[0]["metric"]
     head = ("run", f"steps to {form(rows[0]['target'], 2)}", "seconds", f"final {metric}", f"best {metric}", "ms/step")
     cells = [
         (

@@ -309,6 +309,7 @@ def table_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "lr": mean.lr,
                 "seeds": len(group.runs),
                 "baseline": group.baseline,
+                "metric": base.metric,
                 "target": base.final,
                 "steps_to": steps_to(mean, base.final) if same else None,
                 "seconds_to": seconds_to(mean, base.final) if same else None,

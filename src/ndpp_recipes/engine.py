@@ -178,6 +178,8 @@ class Trainer:
         cause = nonfinite_cause(self.model, batch, self.task.loss)
         saved = checkpoints.found(self.out / "checkpoints")
         last = f"the last checkpoint is {saved[-1].name}" if saved else "there is no checkpoint yet"
+        if self.log is not None:
+            self.log.write("train", self.step + 1, {"loss": loss, "seconds": self.seconds})
         raise NonFiniteError(f"step {self.step + 1}: the loss is {loss}: {cause}. {last}")
 
     # --- evaluation ---

@@ -88,9 +88,9 @@ def test_ndpp_has_a_scale_in_every_recipe() -> None:
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(ConfigError, match="no recipe 'cifr'; did you mean 'cifar'"):
+    with pytest.raises(ConfigError, match=r"no recipe 'cifr'; did you mean 'cifar'"):
         recipe("cifr")
-    with pytest.raises(ConfigError, match="no normalisation 'batchnorm'.*ndpp, nd, bn"):
+    with pytest.raises(ConfigError, match=r"no normalisation 'batchnorm'.*ndpp, nd, bn"):
         recipe("cifar", norm="batchnorm")
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recipes.toy import Toy, config
 from torch import nn
 
 import ndpp
 from ndpp_recipes import building, engine
 from ndpp_recipes.config import Config, NormConfig
 from ndpp_recipes.engine import Trainer
-from ndpp_recipes.errors import ConfigError, NonFiniteError
+from ndpp_recipes.errors import ConfigError, NonFiniteError, RecipeError
 from ndpp_recipes.parallel import Place
-from tests.recipes.toy import Toy, config
 
 PLACE = Place(0, 1, torch.device("cpu"))
 
@@ -112,18 +112,25 @@ def test_the_average_follows_its_formula(tmp_path: Path) -> None:
 def test_gradients_are_clipped(tmp_path: Path) -> None:
     trainer = Trainer(_config(tmp_path, "none", clip=1e-3), PLACE)
     trainer = Trainer(
-        Config(**{**trainer.config.__dict__, "optimizer": trainer.config.optimizer.__class__(lr=1.0, weight_decay=0.0)}),
+        Config(
+            **{**trainer.config.__dict__, "optimizer": trainer.config.optimizer.__class__(lr=1.0, weight_decay=0.0)}
+        ),
         PLACE,
     )
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train_step(next(trainer.loader.epoch(0)))
-    moved = sum(float((p - q).square().sum()) for p, q in zip(trainer.model.parameters(), before, strict=True)) ** 0.5
+    moved = (
+        sum(float((p.detach() - q).square().sum()) for p, q in zip(trainer.model.parameters(), before, strict=True))
+        ** 0.5
+    )
     assert moved == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_folder_is_not_mixed_up(tmp_path: Path) -> None:
     _trained(_config(tmp_path))
-    with pytest.raises(ConfigError, match=r"holds a run already \(step-00000015.pt\).*--resume auto.*--overwrite.*--out"):
+    with pytest.raises(
+        ConfigError, match=r"holds a run already \(step-00000015.pt\).*--resume auto.*--overwrite.*--out"
+    ):
         Trainer(_config(tmp_path), PLACE)
     with pytest.raises(ConfigError, match=r"other settings: run.epochs was 3 and is 4"):
         Trainer(_config(tmp_path, epochs=4), PLACE, resume=True)
@@ -172,7 +179,9 @@ def test_a_loss_of_nan_names_its_cause(
             model[0].weight[0, 0] = float("nan")
     else:
         collate = trainer.task.collate
-        monkeypatch.setattr(type(trainer.task), "collate", lambda self, items: (collate(items)[0] * float("nan"), collate(items)[1]))
+        monkeypatch.setattr(
+            type(trainer.task), "collate", lambda self, items: (collate(items)[0] * float("nan"), collate(items)[1])
+        )
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(NonFiniteError, match=message):
         for _ in trainer.iterate():
@@ -206,8 +215,8 @@ def test_starting_from_weights_keeps_what_they_compute(tmp_path: Path) -> None:
     trainer = Trainer(run, PLACE)
     x = torch.cat([part[0] for step in trainer.loader.epoch(0) for part in step])[:16]
     torch.testing.assert_close(trainer.model.eval()(x), plain(x), atol=1e-3, rtol=1e-3)
-    with pytest.raises(Exception, match=r"model.weights: .*wrong.pt does not fit toy"):
-        torch.save({"0.weight": torch.ones(1)}, tmp_path / "wrong.pt")
+    torch.save({"0.weight": torch.ones(1)}, tmp_path / "wrong.pt")
+    with pytest.raises(RecipeError, match=r"model.weights: .*wrong.pt does not fit toy"):
         Trainer(_config(tmp_path / "x").changed({"model.weights": str(tmp_path / "wrong.pt")}), PLACE)
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.recipes.toy import Toy, config
 
 from ndpp_recipes.errors import DataError
 from ndpp_recipes.loading import Loader, micro_batch, random_state, restore_random_
 from ndpp_recipes.parallel import Place
-from tests.recipes.toy import Toy, config
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,7 @@ def _records(steps: Any) -> list[list[int]]:
 def test_an_epoch_has_every_record_once() -> None:
     steps = _records(_loader().epoch(0))
     assert [len(step) for step in steps] == [4] * 5
-    assert sorted(sum(steps, [])) == list(range(20))
+    assert sorted(chain(*steps)) == list(range(20))
     assert steps != _records(_loader().epoch(1))
     assert steps != _records(_loader(seed=1).epoch(0))
     assert steps == _records(_loader().epoch(0))
@@ -63,7 +64,7 @@ def test_ranks_and_parts_share_an_epoch() -> None:
     assert [a + b for a, b in zip(*ranks, strict=True)] == [alone[0] + alone[1], alone[2] + alone[3]]
     parts = list(_loader(batch_size=8, accumulate=2).epoch(0))
     assert [len(step) for step in parts] == [2, 2]
-    seen = [set(sum(_records([[b] for b in _loader(Place(r, 2, CPU)).evaluation()]), [])) for r in (0, 1)]
+    seen = [set(chain(*_records([[b] for b in _loader(Place(r, 2, CPU)).evaluation()]))) for r in (0, 1)]
     assert seen[0] | seen[1] == set(range(7))
     assert not seen[0] & seen[1]
 
@@ -87,7 +88,7 @@ def test_bad_records_are_replaced_counted_and_listed(tmp_path: Path, workers: in
     loader = _loader(out=listed, bad=[3, 4], skip_bad=2, workers=workers)
     steps = _records(loader.epoch(0))
     assert [len(step) for step in steps] == [4] * 5
-    assert sorted(sum(steps, [])) == sorted([*(set(range(20)) - {3, 4}), 5, 5])
+    assert sorted(chain(*steps)) == sorted([*(set(range(20)) - {3, 4}), 5, 5])
     list(loader.epoch(1))
     lines = [json.loads(line) for line in listed.read_text().splitlines()]
     assert sorted(line["record"] for line in lines) == [3, 4]
@@ -101,7 +102,7 @@ def test_too_many_bad_records_are_all_named() -> None:
 
 def test_bad_records_are_left_out_of_evaluation() -> None:
     loader = _loader(bad=[0, 1, 2, 3, 5], skip_bad=5)
-    assert sum(_records([[b] for b in loader.evaluation()]), []) == [4, 6]
+    assert list(chain(*_records([[b] for b in loader.evaluation()]))) == [4, 6]
 
 
 def test_the_state_of_all_generators_survives_a_file(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recipes.tiny import QUICK, TINY
 
 from ndpp_recipes import NORMS, RECIPES, Config, RecipeError, Trainer, export, open_run, recipe, train
 from ndpp_recipes.config import parsed
 from ndpp_recipes.parallel import Place
-from tests.recipes.tiny import QUICK, TINY
 
 PLACE = Place(0, 1, torch.device("cpu"))
 

@@ -361,12 +361,9 @@ def test_beams_equal_slow_ones(beam, penalty):
 # --- learning ---
 
 
-@BOTH
-def test_learns_to_reverse(converted):
+def test_learns_to_reverse():
     torch.manual_seed(0)
     model = build_translator("transformer-tiny", 12, PAD, dropout=0.0, layers=1, dim=32, hidden=64)
-    if converted:
-        ndpp.convert_(model, SETTINGS)
     source = sentences([5, 4, 5, 3] * 4, vocabulary=12)
     rows = [row[row != PAD].flip(0).tolist() for row in source]
     target = nn.utils.rnn.pad_sequence(

@@ -1,0 +1,93 @@
+"""Several processes under torchrun: DDP and FSDP2 train the same network, evaluate all data once, and resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ndpp_recipes import checkpoints
+
+pytestmark = pytest.mark.distributed
+KEYS = [
+    "train_limit=64",
+    "eval_limit=30",
+    "batch_size=16",
+    "eval_batch_size=4",
+    "rows=64",
+    "augment=none",
+    "log_every=1",
+]
+
+
+def _train(
+    out: Path, ranks: int, *changes: str, norm: str = "gn", check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """GroupNorm looks at one sample at a time, so that ranks have to make no difference at all."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "localhost:0"]
+    keys = [part for text in (*KEYS, *changes) for part in ("--set", text)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "ndpp_recipes", "train", "fashion"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--norm", norm, "--resume", "auto", "--out", str(out), *keys],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def _weights(out: Path) -> dict[str, torch.Tensor]:
+    state = checkpoints.latest(out / "checkpoints")
+    assert state is not None
+    weights: dict[str, torch.Tensor] = state["model"]
+    return weights
+
+
+def _result(out: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return result
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one(tmp_path: Path, parallel: str) -> None:
+    """One process accumulates what two ranks do at the same time."""
+    _train(tmp_path / "one", 1, "epochs=1", "accumulate=2")
+    _train(tmp_path / "two", 2, "epochs=1", f"parallel={parallel}")
+    one, two = _weights(tmp_path / "one"), _weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4, msg=name)
+    results = [_result(tmp_path / run)["final"] for run in ("one", "two")]
+    assert results[0]["top1"] == pytest.approx(results[1]["top1"])
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("parallel", "norm"), [("ddp", "ndpp"), ("fsdp", "ndpp"), ("ddp", "bn")])
+def test_ranks_resume_exactly(tmp_path: Path, parallel: str, norm: str) -> None:
+    keys = (f"parallel={parallel}", "save_every=1", "keep=9", "run.steps=6")
+    _train(tmp_path / "whole", 2, *keys, norm=norm)
+    _train(tmp_path / "halves", 2, *keys, norm=norm)
+    for path in checkpoints.found(tmp_path / "halves" / "checkpoints")[3:]:
+        path.unlink()  # as if it had been killed after the third
+    _train(tmp_path / "halves", 2, *keys, norm=norm)
+    whole, halves = _weights(tmp_path / "whole"), _weights(tmp_path / "halves")
+    for name, value in whole.items():
+        assert torch.equal(value, halves[name]), name
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    _train(tmp_path, 2, "run.steps=2", "save_every=1")
+    done = _train(tmp_path, 1, "run.steps=2", "save_every=1", check=False)
+    assert done.returncode == 2
+    assert "the checkpoint is of 2 ranks; this run has 1" in done.stderr
