@@ -95,7 +95,10 @@ class SegmentationData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TranslationData(DataConfig):
-    """Parallel text: one sentence a line in two files, or two columns of one. Batches have at most max_tokens."""
+    """Parallel text. A file that ends in .tsv, or is the only one, holds both sides, in `columns`; others come in twos,
+    source and target; format tsv or lines says that all are of one kind. Training leaves out what is longer than
+    max_length; a batch of one rank has at most max_tokens, padding included, and run.batch_size sentences.
+    """
 
     train: tuple[str, ...] = ("train.de", "train.en")
     valid: tuple[str, ...] = ("valid.de", "valid.en")
@@ -273,6 +276,8 @@ def _full_key(config: Config, key: str) -> list[str]:
     if key in known or key.startswith("model.options."):
         return key.split(".", 2) if key.startswith("model.options.") else key.split(".")
     ends = [full for full in known if full.endswith(f".{key}")]
+    depth = min((full.count(".") for full in ends), default=0)
+    ends = [full for full in ends if full.count(".") == depth]  # run.steps before norm.settings.steps
     if len(ends) == 1:
         return ends[0].split(".")
     if len(ends) > 1:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Loader:
             num_workers=min(self.workers, len(keys)),
             collate_fn=_Collated(self.task),
             pin_memory=self.place.device.type == "cuda",
+            worker_init_fn=_leave_signals_alone,
             generator=torch.Generator(),  # its own: a loader that is started again must not draw from torch's
         )
         for batch, bad in loader:
@@ -109,6 +111,12 @@ def micro_batch(batch_size: int, accumulate: int, world: int) -> int:
             "run.batch_size", f"{batch_size} does not divide into {world} ranks × accumulate {accumulate} equal parts"
         )
     return size
+
+
+def _leave_signals_alone(worker: int) -> None:
+    """What asks a run to stop reaches all its processes; the main one decides. Workers end when it does."""
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.SIG_IGN)
 
 
 class _Listed:

@@ -199,7 +199,7 @@ def translation(norm: str) -> Config:
         norm=_norm(norm, Settings(scale="standardize")),
         optimizer=OptimizerConfig(name="adamw", lr=5e-4, weight_decay=1e-4, betas=(0.9, 0.98), decay_vectors=False),
         schedule=ScheduleConfig() if ours else ScheduleConfig(name="inverse-sqrt", warmup=4000),
-        run=RunConfig(steps=20_000, batch_size=1024, label_smoothing=0.1, precision="bf16", clip=1.0, eval_every=1000),
+        run=RunConfig(steps=20_000, batch_size=8192, label_smoothing=0.1, precision="bf16", clip=1.0, eval_every=1000),
     )
 
 
@@ -294,8 +294,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "paper-translation": Preset(
         "translation",
-        "IWSLT14, 20,000 steps of 8 × 4,096 tokens",
-        {"run.steps": 20_000, "data.max_tokens": 4096},
+        "IWSLT14, 20,000 steps of 8 × 4,096 tokens (accumulated; on 8 ranks set run.accumulate=1)",
+        {"run.steps": 20_000, "data.max_tokens": 4096, "run.accumulate": 8},
         _settings(Settings.paper(scale="standardize", stride=1)),
     ),
     "paper-language": Preset(

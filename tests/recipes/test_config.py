@@ -25,6 +25,8 @@ def config() -> Config:
         ("epochs=3", "run.epochs", 3),
         ("run.steps=none", "run.steps", None),
         ("run.steps=7", "run.steps", 7),
+        ("steps=7", "run.steps", 7),
+        ("momentum=0", "optimizer.momentum", 0.0),
         ("compile=true", "run.compile", True),
         ("compile=False", "run.compile", False),
         ("precision=bf16", "run.precision", "bf16"),

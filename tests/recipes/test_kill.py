@@ -22,9 +22,10 @@ ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def _start(out: Path, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*TRAIN, "--out", str(out), *KEYS, *more], env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """In a group of its own, as a shell starts it."""
+    command = [*TRAIN, "--out", str(out), *KEYS, *more]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=ALONE, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def _steps(out: Path) -> int:
@@ -42,16 +43,16 @@ def _finished(out: Path, *more: str) -> dict[str, torch.Tensor]:
     return {**state["model"], **{f"ema.{key}": value for key, value in state["ema"].items()}}
 
 
-def _killed(out: Path, wait: float, kind: signal.Signals = signal.SIGKILL) -> int:
-    """Start, let it make some steps, and kill it `wait` seconds later, wherever it then is."""
-    process = _start(out)
+def _killed(out: Path, wait: float, kind: signal.Signals = signal.SIGKILL, *more: str) -> int:
+    """Start, let it make some steps, and kill it and its workers `wait` seconds later, wherever they then are."""
+    process = _start(out, *more)
     before, deadline = _steps(out), time.time() + 120
     while _steps(out) <= before and process.poll() is None and time.time() < deadline:
         time.sleep(0.01)
     time.sleep(wait)
-    process.send_signal(kind)
+    os.killpg(process.pid, kind)
     _, errors = process.communicate(timeout=60)
-    if kind is signal.SIGTERM:
+    if kind is not signal.SIGKILL:
         assert "stopped at step" in errors
         assert "--resume auto" in errors
     return process.returncode
@@ -73,8 +74,10 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert len(metrics[0]) == len(metrics[1])
 
 
-def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
-    assert _killed(tmp_path / "run", 0.1, signal.SIGTERM) == 2
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on(tmp_path: Path, kind: signal.Signals) -> None:
+    """The signal reaches the workers of its loader as well, as it does from a terminal."""
+    assert _killed(tmp_path / "run", 0.1, kind, "--set", "data.workers=2") == 2
     assert 0 < _steps(tmp_path / "run") < 30
     _finished(tmp_path / "run")
 

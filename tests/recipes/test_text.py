@@ -253,3 +253,15 @@ def test_unusable_language_text(tmp_path):
         read_text(tmp_path / "latin")
     with pytest.raises(DataError, match=r"missing\.txt: there is no such file"):
         LanguageText(LanguageData(path=str(tmp_path), valid=("missing.txt",)))
+
+
+@pytest.mark.parametrize("tokens", ["words", "bpe"])
+def test_a_text_that_spells_special_tokens_stays_within_the_vocabulary(tmp_path: Path, tokens: str) -> None:
+    """The Penn Treebank has <unk> in its text."""
+    text = "the <unk> sat on <eos> the <pad> mat <unk>\n" * 30
+    for name in ("train.txt", "valid.txt"):
+        (tmp_path / name).write_text(text + "unseen words" * (name == "valid.txt"))
+    read = LanguageText(LanguageData(path=str(tmp_path), tokens=tokens, vocabulary=300, length=8))  # type: ignore[arg-type]
+    for part in (read.train, read.valid):
+        assert int(part.min()) >= 0
+        assert int(part.max()) < read.size

@@ -185,7 +185,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.tokenizer.encode_special_tokens = True  # "<eos>" in a text is text
-        self.size: int = tokenizer.get_vocab_size()
+        self.size = 1 + max(tokenizer.get_vocab().values())  # a text that spells a special token leaves a gap
 
     @classmethod
     def trained(cls, lines: Iterable[str], kind: Literal["bpe", "words"], size: int) -> Vocabulary:

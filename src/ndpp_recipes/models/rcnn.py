@@ -28,6 +28,12 @@ MODELS: dict[str, tuple[type[FasterRCNN], str]] = {
 OWN_OPTIONS = ("anchor_sizes", "aspect_ratios", "norm_heads")
 # The layers whose shape depends on the number of classes.
 PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
+# The standard deviations they start with.
+SMALL = {
+    "roi_heads.box_predictor.cls_score": 0.01,
+    "roi_heads.box_predictor.bbox_pred": 0.001,
+    "roi_heads.mask_predictor.mask_fcn_logits": 0.001,
+}
 
 
 def has_masks(name: str) -> bool:
@@ -57,7 +63,20 @@ def rcnn(
     anchors = AnchorGenerator(tuple((size,) for size in anchor_sizes), (tuple(aspect_ratios),) * 5)
     heads = _normed_heads(kind, backbone, len(aspect_ratios)) if norm_heads else {}
     model: FasterRCNN = kind(backbone, num_classes, rpn_anchor_generator=anchors, **heads, **options)
+    _begin_small_(model)
     return model
+
+
+def _begin_small_(model: nn.Module) -> None:
+    """The last layers start near zero, as in the detectors of the paper. torchvision's do not: on inputs of unit
+    variance its mask logits would have a standard deviation of 16.
+    """
+    for name, std in SMALL.items():
+        for key, parameter in model.named_parameters():
+            if key == f"{name}.weight":
+                nn.init.normal_(parameter, std=std)
+            elif key == f"{name}.bias":
+                nn.init.zeros_(parameter)
 
 
 def load_weights_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
