@@ -50,9 +50,9 @@ def fashion(norm: str) -> Config:
         task="classification",
         model=ModelConfig(name="cnn"),
         data=ImageData(path="fashion", size=28, augment="crop", mean=(0.286,), std=(0.353,), workers=0),
-        norm=_norm(norm, Settings(scale="l1", rows=512, block=32)),
+        norm=_norm(norm, Settings(scale="l1", rows=512, block=16)),
         optimizer=OptimizerConfig(lr=0.1, weight_decay=5e-4),
-        run=RunConfig(epochs=5, batch_size=128, eval_batch_size=500, eval_every=20),
+        run=RunConfig(epochs=6, batch_size=128, eval_batch_size=500, eval_every=20, save_every=78),
     )
 
 

@@ -117,6 +117,7 @@ def test_table() -> None:
         "lr": 0.1,
         "seeds": 1,
         "baseline": True,
+        "metric": "top1",
         "target": 70.0,
         "steps_to": 30,
         "seconds_to": pytest.approx(3.0),

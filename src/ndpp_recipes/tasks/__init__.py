@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from ..config import Config
+from ..errors import MissingExtra
 from .base import Meter, Task
 
 __all__ = ["TASKS", "Meter", "Task", "make_task"]
@@ -19,6 +20,9 @@ TASKS = {
 
 
 def make_task(config: Config) -> Task:
-    module = importlib.import_module(f".{config.task}", __package__)
+    try:
+        module = importlib.import_module(f".{config.task}", __package__)
+    except ModuleNotFoundError as error:
+        raise MissingExtra(str(error.name), config.task) from error
     task: Task = getattr(module, TASKS[config.task])(config)
     return task
