@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import adoption, cpu_table, data, defaults, inference, summary, sweep
+from . import adoption, cpu_table, data, defaults, inference, runs, summary, sweep
 
 COMMANDS = {
     "cpu-table": cpu_table,
@@ -12,6 +12,7 @@ COMMANDS = {
     "defaults": defaults,
     "adoption": adoption,
     "sweep": sweep,
+    "runs": runs,
     "summary": summary,
     "pack": data,
 }

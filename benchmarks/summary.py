@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import adoption, inference, sweep
+from . import adoption, inference, runs, sweep
 
-TABLES = {"fold_error": sweep.table, "ratio": inference.table, "method": adoption.table}  # by a key of their records
+# By a key of their records.
+TABLES = {"fold_error": sweep.table, "ratio": inference.table, "method": adoption.table, "curve": runs.table}
 Record = dict[str, Any]
 HEADER = ("config", "seeds", "final %", "± std", "epoch 1", "epoch 3", "train loss", "ms/step", "how", "note")
 WORDS = ("config", "how", "note")  # columns that are not numbers

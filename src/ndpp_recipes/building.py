@@ -49,7 +49,7 @@ def build_model(loader: Loader, device: torch.device, fresh: bool = True) -> tup
         batches = [_fed(task, on_device(part, device)) for part in _first_parts(loader)]
     summary = apply_norm_(model, config.norm, calibration=batches)
     if config.run.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     return model, summary
 
 
@@ -57,7 +57,7 @@ def _load_weights(task: Task, model: nn.Module, path: Path) -> None:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        state = load_file(path)
+        state: Any = load_file(path)
     else:
         state = checkpoints.load(path)
     for key in ("state_dict", "model"):  # where training programs keep it

@@ -101,7 +101,7 @@ class Log:
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, float | int]) -> None:
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")

@@ -63,7 +63,7 @@ def _muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[O
 
 def _lamb(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[Optimizer]:
     try:
-        from timm.optim import Lamb
+        from timm.optim.lamb import Lamb
     except ImportError as error:
         raise MissingExtra("timm", "optimizer.name=lamb") from error
     return [Lamb(_groups(parameters, config), lr=config.lr, betas=config.betas)]

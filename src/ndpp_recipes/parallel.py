@@ -90,9 +90,10 @@ def gradients_later(model: nn.Module, later: bool) -> Iterator[None]:
         with model.no_sync():
             yield
     elif later and is_sharded(model):
-        model.set_requires_gradient_sync(False)
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(False)
         yield
-        model.set_requires_gradient_sync(True)
+        sharded.set_requires_gradient_sync(True)
     else:
         yield
 

@@ -52,7 +52,7 @@ def fashion(norm: str) -> Config:
         data=ImageData(path="fashion", size=28, augment="crop", mean=(0.286,), std=(0.353,), workers=0),
         norm=_norm(norm, Settings(scale="l1", rows=512, block=16)),
         optimizer=OptimizerConfig(lr=0.1, weight_decay=5e-4),
-        run=RunConfig(epochs=6, batch_size=128, eval_batch_size=500, eval_every=20, save_every=78),
+        run=RunConfig(epochs=8, batch_size=128, eval_batch_size=500, eval_every=20, save_every=78),
     )
 
 

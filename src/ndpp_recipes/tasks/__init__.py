@@ -23,6 +23,6 @@ def make_task(config: Config) -> Task:
     try:
         module = importlib.import_module(f".{config.task}", __package__)
     except ModuleNotFoundError as error:
-        raise MissingExtra(str(error.name), config.task) from error
+        raise MissingExtra(str(error.name).partition(".")[0], config.task) from error
     task: Task = getattr(module, TASKS[config.task])(config)
     return task
