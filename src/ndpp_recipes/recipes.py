@@ -43,7 +43,8 @@ def _norm(name: str, settings: Settings) -> NormConfig:
 def fashion(norm: str) -> Config:
     """Clothes in 28×28 grey pixels: the small network of `ndpp race`, on the embedded part of Fashion-MNIST.
 
-    Quick on a CPU. Learning rates are the best of 0.03, 0.1, 0.3 and 1.0 for BatchNorm and for ND++.
+    Quick on a CPU. Learning rates are the best of 0.05, 0.1, 0.2 and 0.4 for BatchNorm (82.6 % in the end) and of 0.05,
+    0.1 and 0.2 for ND++ (87.9 %), one seed each; other normalisations have BatchNorm's.
     """
     return Config(
         recipe="fashion",
@@ -51,8 +52,8 @@ def fashion(norm: str) -> Config:
         model=ModelConfig(name="cnn"),
         data=ImageData(path="fashion", size=28, augment="crop", mean=(0.286,), std=(0.353,), workers=0),
         norm=_norm(norm, Settings(scale="l1", rows=512, block=16)),
-        optimizer=OptimizerConfig(lr=0.1, weight_decay=5e-4),
-        run=RunConfig(epochs=8, batch_size=128, eval_batch_size=500, eval_every=20, save_every=78),
+        optimizer=OptimizerConfig(lr=0.2 if norm in OURS else 0.1, weight_decay=5e-4),
+        run=RunConfig(epochs=8, batch_size=256, eval_batch_size=500, eval_every=20, save_every=39),
     )
 
 

@@ -17,7 +17,7 @@ from tests.recipes.tiny import folders
 
 from ndpp_recipes.cli import main
 
-KEYS = ["train_limit=96", "eval_limit=32", "batch_size=16", "rows=64", "eval_every=3"]
+KEYS = ["model.options.width=8", "train_limit=96", "eval_limit=32", "batch_size=16", "rows=64", "eval_every=3"]
 SMALL = [part for text in KEYS for part in ("--set", text)]
 
 
@@ -134,7 +134,7 @@ def test_race_prints_a_table_and_writes_a_report(
     monkeypatch.chdir(tmp_path)
     out, _ = _says(capsys, "race", *SMALL, "--set", "epochs=1", "--norms", "bn,ndpp,none")
     lines = [line for line in out.splitlines() if "lr" in line]
-    for label in ("BatchNorm lr 0.1", "BatchNorm lr 1", "ND++ lr 0.1", "ND++ lr 1", "No norm lr 1"):
+    for label in ("BatchNorm lr 0.1", "BatchNorm lr 1", "ND++ lr 0.2", "ND++ lr 1", "No norm lr 1"):
         assert any(line.startswith(label) for line in lines), label
     page = Path("race/report.html").read_text()
     assert "<svg" in page

@@ -16,7 +16,16 @@ import torch
 from ndpp_recipes import checkpoints
 
 TRAIN = [sys.executable, "-m", "ndpp_recipes", "train", "fashion", "--resume", "auto"]
-SMALL = ["train_limit=480", "eval_limit=32", "batch_size=16", "epochs=1", "rows=64", "save_every=1", "eval_every=10"]
+SMALL = [
+    "model.options.width=8",
+    "train_limit=480",
+    "eval_limit=32",
+    "batch_size=16",
+    "epochs=1",
+    "rows=64",
+    "save_every=1",
+    "eval_every=10",
+]
 KEYS = [part for text in [*SMALL, "log_every=1", "ema=0.9"] for part in ("--set", text)]
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -16,6 +16,7 @@ from ndpp_recipes import checkpoints
 
 pytestmark = pytest.mark.distributed
 KEYS = [
+    "model.options.width=8",
     "train_limit=64",
     "eval_limit=30",
     "batch_size=16",

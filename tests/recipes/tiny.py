@@ -93,7 +93,9 @@ _DETECTION = [
 _IMAGES = ["run.batch_size=8", "data.size=32"]
 
 TINY: dict[str, Tiny] = {
-    "fashion": Tiny(lambda root: Path("fashion"), ["train_limit=32", "eval_limit=16", "run.batch_size=16"]),
+    "fashion": Tiny(
+        lambda root: Path("fashion"), ["train_limit=32", "eval_limit=16", "run.batch_size=16", "model.options.width=8"]
+    ),
     "cifar": Tiny(folders, [*_IMAGES, "model.name=resnet18-cifar", "model.options.width=4"]),
     "imagenet": Tiny(folders, [*_IMAGES, "model.name=resnet18"]),
     "vit": Tiny(folders, [*_IMAGES, "model.name=vit-small", "model.options.depth=1"]),

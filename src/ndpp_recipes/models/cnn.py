@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def small_cnn(classes: int, channels: int, width: int = 12) -> nn.Module:
+def small_cnn(classes: int, channels: int, width: int = 24) -> nn.Module:
     """Four 3×3 convolutions with BatchNorm, three of which halve the image, and a linear layer on the mean."""
     sizes = [(channels, width, 2), (width, 2 * width, 2), (2 * width, 2 * width, 1), (2 * width, 4 * width, 2)]
     layers = [layer for inputs, outputs, stride in sizes for layer in _convolution(inputs, outputs, stride)]
