@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test gpu-test sweep lint bench clean
 
 demo: $(INSTALLED)
-	$(VENV)/bin/ndpp race
+	$(VENV)/bin/ndpp race --overwrite
 
 test: lint
 	$(RUN) -m pytest -n auto -m "not slow and not gpu"

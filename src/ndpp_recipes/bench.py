@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .building import versions
+from .building import prepared_torch, versions
 from .engine import Trainer
 from .errors import ConfigError
 from .parallel import Place, device_named
@@ -36,7 +36,10 @@ def bench(name: str, norms: Sequence[str], data: str | None, changes: Mapping[st
     """Steps of all normalisations in turn, so that a noisy machine disturbs all of them alike."""
     if rounds < 1:
         raise ConfigError(f"--rounds: expected at least 1; got {rounds}")
-    with tempfile.TemporaryDirectory() as folder:
+    if not norms:
+        raise ConfigError("--norms: expected names separated by commas")
+    run = recipe(name, norm=norms[0], data=data, changes=changes).run
+    with tempfile.TemporaryDirectory() as folder, prepared_torch(run):
         trainers = [_trainer(name, norm, data, changes, folder) for norm in norms]
         parts = [_batches(trainer) for trainer in trainers]
         memory = [_warm(trainer, part) for trainer, part in zip(trainers, parts, strict=True)]

@@ -8,7 +8,7 @@ import itertools
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ndpp.feeding import evaluating
 from . import checkpoints, parallel
 from .config import Config, RunConfig, from_dict, keys
 from .errors import ConfigError, RecipeError
-from .loading import Loader
+from .loading import Loader, random_state, restore_random_
 from .norms import apply_norm_
 from .tasks import Task
 
@@ -88,23 +88,32 @@ def averaged(model: nn.Module, run: RunConfig) -> AveragedModel | None:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(run.ema))  # type: ignore[no-untyped-call]
 
 
-def prepare_torch_(run: RunConfig) -> None:
-    """The switches of torch that a configuration decides."""
-    torch.backends.cuda.matmul.allow_tf32 = run.tf32
-    torch.backends.cudnn.allow_tf32 = run.tf32
-    torch.use_deterministic_algorithms(run.deterministic)
-    torch.backends.cudnn.benchmark = not run.deterministic
-    if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+@contextlib.contextmanager
+def prepared_torch(run: RunConfig) -> Iterator[None]:
+    """The switches of torch that a configuration decides, and its random numbers, for the time of a run."""
+    matmul, cudnn, workspace = torch.backends.cuda.matmul, torch.backends.cudnn, "CUBLAS_WORKSPACE_CONFIG"
+    switches = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    before, setting = random_state(cuda=torch.cuda.is_available()), os.environ.get(workspace)
+    try:
+        matmul.allow_tf32 = cudnn.allow_tf32 = run.tf32
+        cudnn.benchmark = not run.deterministic
+        torch.use_deterministic_algorithms(run.deterministic)
+        if run.deterministic:
+            os.environ.setdefault(workspace, ":4096:8")
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, deterministic = switches
+        torch.use_deterministic_algorithms(deterministic)
+        if setting is None:
+            os.environ.pop(workspace, None)
+        restore_random_(before)
 
 
 def saved_state(config: Config, resume: bool, overwrite: bool) -> dict[str, Any] | None:
     """The checkpoint to go on from; an error where a run would be lost or mixed with another."""
     out = Path(config.out)
-    if overwrite and int(os.environ.get("RANK", "0")) == 0:
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        for name in ("best.pt", "metrics.jsonl", "result.json", "bad.jsonl"):
-            (out / name).unlink(missing_ok=True)
+    if overwrite:
+        return None
     there = checkpoints.found(out / "checkpoints")
     if there and not resume:
         raise ConfigError(
@@ -115,6 +124,14 @@ def saved_state(config: Config, resume: bool, overwrite: bool) -> dict[str, Any]
     if state is not None:
         _refuse_other(from_dict(state["config"]), config)
     return state
+
+
+def clear_(out: Path) -> None:
+    """Remove the run that was in a folder, and nothing else."""
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("best.pt", "metrics.jsonl", "result.json", "bad.jsonl", "conditioning.json"):
+        (out / name).unlink(missing_ok=True)
 
 
 def _refuse_other(saved: Config, config: Config) -> None:

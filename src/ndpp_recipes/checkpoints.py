@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,9 +20,9 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside the file, flush it to the disk, and only then give it its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             write(file)
             file.flush()
@@ -37,7 +38,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             f"cannot write {path}: {error}. What was saved before is whole: make room and go on with --resume auto"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -70,11 +72,16 @@ def load(path: Path) -> Any:
 
 
 def latest(folder: Path) -> dict[str, Any] | None:
-    """The newest checkpoint that can be read."""
-    for path in reversed(found(folder)):
+    """The newest checkpoint that can be read; those that cannot are put aside. None if there never was one."""
+    paths = found(folder)
+    for path in reversed(paths):
         try:
             state: dict[str, Any] = load(path)
             return state
         except RecipeError as error:
-            warnings.warn(f"{error}; going back to the one before it", stacklevel=2)
+            warnings.warn(f"{error}; put aside, going back to the one before it", stacklevel=2)
+            with contextlib.suppress(FileNotFoundError):  # another rank may have been first
+                path.rename(path.with_suffix(".unreadable"))
+    if paths:
+        raise RecipeError(f"none of the {len(paths)} checkpoints in {folder} can be read; begin anew with --overwrite")
     return None

@@ -104,14 +104,15 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _dry_run(config: Config) -> None:
     """All that a run is made of, from one batch."""
+    from .building import prepared_torch
     from .engine import Trainer
     from .monitor import memory
     from .parallel import Place, device_named
 
-    trainer = Trainer(config, Place(0, 1, device_named(config.run.device)), overwrite=False, resume=True)
     _print_keys(config)
-    parts = next(trainer.loader.epoch(0))
-    losses = trainer.train_step(parts)
+    with prepared_torch(config.run):
+        trainer = Trainer(config, Place(0, 1, device_named(config.run.device)), overwrite=True)
+        losses = trainer.train_step(next(trainer.loader.epoch(0)))
     values = "  ".join(f"{name} {value:.4g}" for name, value in losses.items())
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     records = len(trainer.task.train_set), len(trainer.task.eval_set)  # type: ignore[arg-type]
@@ -136,6 +137,7 @@ def race_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="runs of each, with seeds 0 to N-1 (default: 1)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="begin anew where a race was before")
     parser.add_argument("--tuned-only", action="store_true", help="leave out the runs at learning rate 1.0")
     _recipe_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("race"), metavar="FOLDER", help="(default: race)")
@@ -158,6 +160,7 @@ def race_main(options: argparse.Namespace) -> None:
         data=options.data,
         changes=_changes(options),
         lr1=not options.tuned_only,
+        overwrite=options.overwrite,
     )
     runs = race.run()
     path = options.out / "report.html"
@@ -335,6 +338,8 @@ def _checked(command: Command) -> Command:
             command.main(options)
         except RecipeError as error:
             raise Failure(str(error)) from error
+        except OSError as error:
+            raise Failure(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 
     return command._replace(main=run)
 

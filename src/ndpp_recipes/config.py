@@ -24,6 +24,14 @@ NormName = Literal["ndpp", "nd", "bn", "syncbn", "frozenbn", "gn", "ln", "frn", 
 NORMS: tuple[str, ...] = get_args(NormName)
 
 
+def _check(section: Any, least: dict[str, float], above: bool = False) -> None:
+    """Refuse numbers below (or not above) a bound; None is no number."""
+    for name, bound in least.items():
+        value = getattr(section, name, None)
+        if value is not None and not (value > bound if above else value >= bound):
+            raise ValueError(f"{name}: expected {'more than' if above else 'at least'} {bound}; got {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """name: which network; weights: a file of a plain network to start from; options: arguments of its constructor."""
@@ -47,6 +55,10 @@ class DataConfig:
     skip_bad: int = 0
     train_limit: int | None = None
     eval_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, {"workers": 0, "skip_bad": 0, "train_limit": 1, "eval_limit": 1})
+        _check(self, dict.fromkeys(("size", "max_size", "vocabulary", "max_tokens", "max_length", "length"), 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +151,13 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     decay_vectors: bool = True
 
+    def __post_init__(self) -> None:
+        _check(self, {"lr": 0, "momentum": 0, "weight_decay": 0})
+        if not self.lr < float("inf"):
+            raise ValueError(f"lr: expected a finite number; got {self.lr}")
+        if self.momentum >= 1 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"momentum and betas: expected numbers below 1; got {self.momentum} and {self.betas}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -150,6 +169,9 @@ class ScheduleConfig:
     power: float = 0.9
     milestones: tuple[float, ...] = (0.33, 0.66, 0.9)
     gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check(self, {"warmup": 0, "final": 0, "power": 0, "gamma": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +204,13 @@ class RunConfig:
     recalibrate: int = 0
     label_smoothing: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self, dict.fromkeys(("epochs", "steps", "batch_size", "eval_batch_size", "accumulate"), 1))
+        _check(self, {"keep": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "recalibrate": 0, "seed": 0})
+        _check(self, {"clip": 0}, above=True)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing: expected a number from 0 to less than 1; got {self.label_smoothing}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -210,7 +239,12 @@ class Config:
 
     @property
     def out(self) -> str:
-        return self.run.out.format(recipe=self.recipe, norm=self.norm.name, seed=self.run.seed)
+        try:
+            return self.run.out.format(recipe=self.recipe, norm=self.norm.name, seed=self.run.seed)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"run.out: only {{recipe}}, {{norm}}, {{seed}} stand in braces; got {self.run.out!r}"
+            ) from error
 
 
 # Which dataclass holds the data section of each task.
@@ -300,7 +334,7 @@ def _with(section: Any, path: list[str], value: Any, full: str) -> Any:
     try:
         return dataclasses.replace(section, **{name: new})
     except (ValueError, TypeError) as error:  # ndpp.Settings checks itself
-        raise ConfigError(f"{full}: {error}") from error
+        raise ConfigError(f"{full}: {str(error).removeprefix(f'{name}: ')}") from error
 
 
 def _literal(value: Any) -> Any:

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 import ndpp
 
 from . import checkpoints, parallel
-from .building import autocast, averaged, build_model, evaluate, on_device, prepare_torch_, saved_state, versions
+from .building import (
+    autocast,
+    averaged,
+    build_model,
+    clear_,
+    evaluate,
+    on_device,
+    prepared_torch,
+    saved_state,
+    versions,
+)
 from .config import Config
 from .diagnosis import nonfinite_cause
 from .errors import ConfigError, NonFiniteError, Stopped
@@ -47,10 +57,11 @@ def train(config: Config, *, resume: bool = False, overwrite: bool = False, quie
     with parallel.joined(config.run) as place:
         shown = display(f"{config.recipe} · {config.norm.name}") if place.first and not quiet else Silent()
         try:
-            trainer = Trainer(config, place, resume=resume, overwrite=overwrite, shown=shown)
-            with _politely_stopped(trainer):
-                for _ in trainer.iterate():
-                    pass
+            with prepared_torch(config.run):
+                trainer = Trainer(config, place, resume=resume, overwrite=overwrite, shown=shown)
+                with _politely_stopped(trainer):
+                    for _ in trainer.iterate():
+                        pass
             return trainer.result()
         finally:
             shown.close()
@@ -68,23 +79,21 @@ class Trainer:
         overwrite: bool = False,
         shown: Display | None = None,
     ) -> None:
-        self.config, self.place, self.shown = config, place, shown or Silent()
+        self.config, self.place, self.shown, self.overwrite = config, place, shown or Silent(), overwrite
         self.out = Path(config.out)
         saved = saved_state(config, resume, overwrite)
-        prepare_torch_(config.run)
         self.task = make_task(config)
-        self.loader = Loader(self.task, place, self.out / "bad.jsonl" if place.first else None)
+        self.loader = Loader(self.task, place)
         torch.manual_seed(config.run.seed)
-        self.model, self.summary = build_model(self.loader, place.device)
+        self.model, self.summary = build_model(self.loader, place.device, fresh=saved is None)
         self.ema = averaged(self.model, config.run)
         self.wrapped = parallel.wrapped(self.model, place, config.run)
         if config.run.compile:
             self.wrapped = torch.compile(self.wrapped)  # type: ignore[assignment]
         self.optimizers = make_optimizers(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=config.run.precision == "fp16")
-        per_epoch = self.loader.steps_per_epoch()
-        self.total = config.run.steps or config.run.epochs * per_epoch
-        self.per_epoch = min(per_epoch, self.total)
+        self.per_epoch = self.loader.steps_per_epoch()
+        self.total = config.run.steps or config.run.epochs * self.per_epoch
         self.step, self.seconds, self.paused = 0, 0.0, 0.0
         self.metrics: dict[str, float] = {}
         self.best: dict[str, float] = {}
@@ -101,7 +110,7 @@ class Trainer:
         self._open()
         try:
             while self.step < self.total:
-                epoch, done = divmod(self.step, self.loader.steps_per_epoch())
+                epoch, done = divmod(self.step, self.per_epoch)
                 for parts in self.loader.epoch(epoch, done):
                     self._timed_step(parts)
                     last = self.step == self.total
@@ -161,7 +170,7 @@ class Trainer:
         speed = units / max(time.perf_counter() - self.paused, 1e-9)  # since the last step: with the wait for data
         self.paused = time.perf_counter()
         if self.step % self.config.run.log_every == 0 or self.step == self.total:
-            epoch = self.step / self.loader.steps_per_epoch()
+            epoch = self.step / self.per_epoch
             self._write("train", {**values, "epoch": epoch, "seconds": self.seconds, "throughput": speed})
         self.shown.update(self.step, self.total, self._shown(values["loss"], speed))
 
@@ -175,7 +184,8 @@ class Trainer:
         return self.step % (every or self.per_epoch) == 0
 
     def _explain(self, batch: Any, loss: float) -> None:
-        cause = nonfinite_cause(self.model, batch, self.task.loss)
+        with self.autocast():  # an overflow of half precision is none in single
+            cause = nonfinite_cause(self.model, batch, self.task.loss)
         saved = checkpoints.found(self.out / "checkpoints")
         last = f"the last checkpoint is {saved[-1].name}" if saved else "there is no checkpoint yet"
         if self.log is not None:
@@ -196,7 +206,7 @@ class Trainer:
             state = {"model": parallel.model_state(self.evaluated), "step": self.step, "config": self.config.to_dict()}
             if self.place.first:
                 checkpoints.write_whole(self.out / "best.pt", lambda file: torch.save(state, file))
-        epoch = self.step / self.loader.steps_per_epoch()
+        epoch = self.step / self.per_epoch
         self._write("eval", {**self.metrics, "epoch": epoch, "seconds": self.seconds})
         values = "  ".join(f"{name} {number:.4g}" for name, number in self.metrics.items())
         self.shown.message(f"step {self.step}  epoch {epoch:.2f}  {values}")
@@ -267,7 +277,10 @@ class Trainer:
 
     def _open(self) -> None:
         if self.place.first:
+            if self.overwrite:  # only now that everything could be built
+                clear_(self.out)
             self.log = Log(self.out, self.step)
+            self.loader.list_bad_in(self.out / "bad.jsonl")
             checkpoints.write_json(self.out / "config.json", self.config.to_dict())
             for name, text in self.task.files().items():
                 checkpoints.write_whole(self.out / name, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]

@@ -25,14 +25,15 @@ Key = tuple[int, int]  # epoch, record
 class Loader:
     """The training and evaluation batches of one rank. Bad records are counted, listed, and end the run at a limit."""
 
-    def __init__(self, task: Task, place: Place, out: Path | None = None) -> None:
+    def __init__(self, task: Task, place: Place) -> None:
         run, data = task.config.run, task.config.data
-        self.task, self.place, self.out, self.limit = task, place, out, data.skip_bad
+        self.task, self.place, self.limit = task, place, data.skip_bad
         self.part = micro_batch(run.batch_size, run.accumulate, place.world)
         self.eval_size = run.eval_batch_size or self.part
         self.accumulate, self.seed = run.accumulate, run.seed
         self.workers = min(data.workers, os.cpu_count() or 1)
         self.bad: set[str] = set()
+        self.listed: Path | None = None
 
     def steps_per_epoch(self) -> int:
         return len(self._parts(0)) // self.accumulate
@@ -62,10 +63,11 @@ class Loader:
         together = self.place.world * self.accumulate
         whole = len(parts) // together * together
         if whole == 0:
+            count = len(self.task.train_set)  # type: ignore[arg-type]
             raise DataError(
                 self.task.config.data.path,
-                f"{len(parts)} batches of {self.part} are fewer than one step takes ({self.place.world} ranks × "
-                f"accumulate {self.accumulate}); use a smaller run.batch_size",
+                f"{count} records make {len(parts)} batches of {self.part}, fewer than one step takes "
+                f"({self.place.world} ranks × accumulate {self.accumulate}); use a smaller run.batch_size",
             )
         return parts[self.place.rank : whole : self.place.world]
 
@@ -83,12 +85,28 @@ class Loader:
             self._note(bad)
             if batch is not None:
                 yield batch
+            elif replace:
+                raise DataError(self.task.config.data.path, f"{TRIES} records in a row cannot be used; see bad.jsonl")
+
+    def list_bad_in(self, path: Path) -> None:
+        """Write bad records to this file, from now on and those found already; what it lists counts on."""
+        known = path.read_text().splitlines() if path.exists() else []
+        found, self.bad = self.bad, {json.loads(line)["text"] for line in known}
+        self.listed = path
+        for text in sorted(found - self.bad):
+            self._list(text)
+
+    def _list(self, text: str) -> None:
+        self.bad.add(text)
+        if self.listed is not None:
+            with self.listed.open("a") as file:
+                file.write(json.dumps({"text": text}) + "\n")
 
     def _note(self, bad: Sequence[DataError]) -> None:
         for error in bad:
             if str(error) in self.bad:
                 continue
-            self.bad.add(str(error))
+            self._list(str(error))
             if len(self.bad) > self.limit:
                 if self.limit == 0:
                     raise DataError(error.path, f"{error.reason}. --skip-bad N leaves up to N out", error.record)
@@ -97,9 +115,6 @@ class Loader:
                     self.task.config.data.path,
                     f"{len(self.bad)} bad records, and --skip-bad is {self.limit}:\n  {listed}",
                 )
-            if self.out is not None:
-                with self.out.open("a") as file:
-                    file.write(json.dumps({"file": error.path, "record": error.record, "reason": error.reason}) + "\n")
 
 
 def micro_batch(batch_size: int, accumulate: int, world: int) -> int:

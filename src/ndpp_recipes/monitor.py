@@ -122,7 +122,7 @@ def _cut(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     write_whole(path, lambda file: file.write("".join(kept).encode()))

@@ -20,6 +20,9 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameters to train")
+    if config.name == "muon":
+        embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        return _muon(parameters, embeddings, config)
     return _OPTIMIZERS[config.name](parameters, config)
 
 
@@ -43,12 +46,14 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[
     return [torch.optim.AdamW(_groups(parameters, config), lr=config.lr, betas=config.betas)]
 
 
-def _muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[Optimizer]:
-    """torch's Muon for matrices, with updates as large as AdamW's, and AdamW for all else, convolutions included."""
+def _muon(
+    parameters: Sequence[nn.Parameter], embeddings: set[nn.Parameter], config: OptimizerConfig
+) -> list[Optimizer]:
+    """torch's Muon for matrices, with updates as large as AdamW's; AdamW for embeddings, convolutions and vectors."""
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer.name=muon needs torch >= 2.9; this is {torch.__version__}")
-    matrices = [p for p in parameters if p.ndim == 2]
-    others = [p for p in parameters if p.ndim != 2]
+    matrices = [p for p in parameters if p.ndim == 2 and p not in embeddings]
+    others = [p for p in parameters if p.ndim != 2 or p in embeddings]
     if not matrices:
         raise ConfigError("optimizer.name=muon: the model has no matrices (parameters of two dimensions); use adamw")
     muon = torch.optim.Muon(
@@ -72,7 +77,6 @@ def _lamb(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[O
 _OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter], OptimizerConfig], list[Optimizer]]] = {
     "sgd": _sgd,
     "adamw": _adamw,
-    "muon": _muon,
     "lamb": _lamb,
 }
 

@@ -59,6 +59,8 @@ def device_named(name: str, local: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N; got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N; got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device={name}: no CUDA device is available here; use cpu or auto")
     return torch.device("cuda", local) if device.type == "cuda" and device.index is None else device
@@ -92,8 +94,10 @@ def gradients_later(model: nn.Module, later: bool) -> Iterator[None]:
     elif later and is_sharded(model):
         sharded: Any = model
         sharded.set_requires_gradient_sync(False)
-        yield
-        sharded.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
     else:
         yield
 

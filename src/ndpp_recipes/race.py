@@ -14,6 +14,7 @@ from typing import Any
 import ndpp
 
 from . import checkpoints
+from .building import prepared_torch
 from .comparison import NORM_TITLES, RunRecord, read_run
 from .config import Config
 from .engine import Trainer
@@ -82,6 +83,7 @@ class Race:
     data: str | None = None
     changes: Mapping[str, Any] | None = None
     lr1: bool = True
+    overwrite: bool = False
 
     def configs(self) -> list[Config]:
         if len(set(self.norms)) != len(self.norms) or not self.norms:
@@ -99,6 +101,14 @@ class Race:
     def run(self) -> list[RunRecord]:
         """All runs, a seed at a time; the one that has had the least time takes the next step."""
         configs = self.configs()
+        there = [config.out for config in configs if checkpoints.found(Path(config.out) / "checkpoints")]
+        if there and not self.overwrite:
+            raise ConfigError(f"{there[0]} holds a run already; begin anew with --overwrite, or choose another --out")
+        with prepared_torch(configs[0].run):
+            self._run(configs)
+        return [read_run(config.out) for config in configs]
+
+    def _run(self, configs: Sequence[Config]) -> None:
         for seed in self.seeds:
             runners = [Runner(config) for config in configs if config.run.seed == seed]
             with _shown(runners) as show:
@@ -109,7 +119,6 @@ class Race:
             for runner in runners:
                 if not runner.failure:
                     runner.write_conditioning()
-        return [read_run(config.out) for config in configs]
 
 
 @contextlib.contextmanager

@@ -314,6 +314,9 @@ def recipe(
     """The configuration of a recipe or preset, with changes: ``{"optimizer.lr": 1.0}``."""
     from .config import NORMS
 
+    fixed = sorted({"norm.name", "task", "recipe"} & {*(changes or {})})
+    if fixed:
+        raise ConfigError(f"{fixed[0]} cannot be set: schedule and data follow it; choose a recipe and --norm instead")
     if norm not in NORMS:
         raise ConfigError(f"no normalisation {norm!r}{_nearest(norm, NORMS)}; there are {', '.join(NORMS)}")
     preset = PRESETS.get(name)

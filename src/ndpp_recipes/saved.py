@@ -74,15 +74,17 @@ def _state(folder: Path, checkpoint: str) -> dict[str, Any]:
         state = checkpoints.latest(folder / "checkpoints")
         if state is None:
             raise RecipeError(f"{folder} has no checkpoint yet")
-        if state["ema"] is not None:  # what was evaluated is the average
-            inner = {key.removeprefix("module."): value for key, value in state["ema"].items() if key != "n_averaged"}
-            state = {**state, "model": inner}
-        return state
-    path = folder / "best.pt" if checkpoint == "best" else Path(checkpoint)
-    if checkpoint == "best" and not path.exists():
-        raise RecipeError(f"{folder} has no best.pt: no evaluation has been made yet; use --checkpoint last")
-    loaded: dict[str, Any] = checkpoints.load(path)
-    return loaded
+    else:
+        path = folder / "best.pt" if checkpoint == "best" else Path(checkpoint)
+        if checkpoint == "best" and not path.exists():
+            raise RecipeError(f"{folder} has no best.pt: no evaluation has been made yet; use --checkpoint last")
+        state = checkpoints.load(path)
+    if not isinstance(state, dict) or not {"model", "step"} <= set(state):
+        raise RecipeError(f"--checkpoint {checkpoint}: expected a checkpoint of `ndpp train`, with model and step")
+    if state.get("ema") is not None:  # what was evaluated is the average
+        inner = {key.removeprefix("module."): value for key, value in state["ema"].items() if key != "n_averaged"}
+        state = {**state, "model": inner}
+    return state
 
 
 # --- export ---

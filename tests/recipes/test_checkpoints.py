@@ -28,6 +28,14 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
         state = checkpoints.latest(tmp_path)
     assert state is not None
     assert state["step"] == 1
+    checkpoints.save(tmp_path, 2, {"step": 2}, keep=1)  # the torn one is out of the way of the next
+    assert checkpoints.latest(tmp_path) == {"step": 2}
+
+
+def test_nothing_but_torn_checkpoints_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.pt").write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="put aside"), pytest.raises(RecipeError, match="none of the 1 checkpoints"):
+        checkpoints.latest(tmp_path)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:

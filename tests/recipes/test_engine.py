@@ -140,6 +140,32 @@ def test_a_folder_is_not_mixed_up(tmp_path: Path) -> None:
     assert {line["step"] for line in _logged(tmp_path)} == set(range(1, 6))
 
 
+def test_overwriting_touches_nothing_before_all_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _trained(_config(tmp_path))
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+
+    def fails(config: Config) -> None:
+        raise RecipeError("no data")
+
+    monkeypatch.setattr(engine, "make_task", fails)
+    with pytest.raises(RecipeError, match="no data"):
+        Trainer(_config(tmp_path), PLACE, overwrite=True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+class Overflows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, torch.full((x.shape[1], x.shape[1]), 6e4))
+
+
+def test_the_cause_is_looked_for_in_the_precision_of_the_run(tmp_path: Path) -> None:
+    trainer = Trainer(_config(tmp_path, "none", precision="fp16"), PLACE)
+    model: Any = trainer.model
+    model[2] = Overflows()
+    with pytest.raises(NonFiniteError, match=r"layer 2 \(Overflows\) is the first"):
+        trainer.train_step(next(trainer.loader.epoch(0)))
+
+
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     trainer = _trained(_config(tmp_path, keep=2))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000014.pt", "step-00000015.pt"}
@@ -221,10 +247,14 @@ def test_starting_from_weights_keeps_what_they_compute(tmp_path: Path) -> None:
 
 
 def test_switches(tmp_path: Path) -> None:
-    building.prepare_torch_(_config(tmp_path, deterministic=True).run)
-    assert torch.are_deterministic_algorithms_enabled()
-    building.prepare_torch_(_config(tmp_path).run)
+    benchmark, drawn = torch.backends.cudnn.benchmark, torch.get_rng_state()
+    with building.prepared_torch(_config(tmp_path, deterministic=True).run):
+        assert torch.are_deterministic_algorithms_enabled()
+        torch.rand(3)
     assert not torch.are_deterministic_algorithms_enabled()
-    for wrong, message in (({"ema": 1.5}, "between 0 and 1"), ({"device": "gpu"}, "auto, cpu, cuda")):
+    engine.train(_config(tmp_path, epochs=1), quiet=True)
+    assert torch.backends.cudnn.benchmark == benchmark
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for wrong, message in (({"ema": 1.5}, "between 0 and 1"), ({"device": "meta"}, "auto, cpu, cuda")):
         with pytest.raises(ConfigError, match=message):
-            engine.train(_config(tmp_path, **wrong))
+            engine.train(_config(tmp_path / "other", **wrong))

@@ -21,7 +21,10 @@ CPU = torch.device("cpu")
 
 
 def _loader(place: Place | None = None, out: Path | None = None, bad: Any = (), **options: Any) -> Loader:
-    return Loader(Toy(config(**options), bad=bad), place or Place(0, 1, CPU), out)
+    loader = Loader(Toy(config(**options), bad=bad), place or Place(0, 1, CPU))
+    if out is not None:
+        loader.list_bad_in(out)
+    return loader
 
 
 def _records(steps: Any) -> list[list[int]]:
@@ -73,7 +76,7 @@ def test_batches_that_do_not_divide() -> None:
     assert micro_batch(12, 2, 3) == 2
     with pytest.raises(DataError, match=r"10 does not divide into 3 ranks × accumulate 2"):
         micro_batch(10, 2, 3)
-    with pytest.raises(DataError, match=r"5 batches of 4 are fewer than one step takes \(1 ranks × accumulate 6\)"):
+    with pytest.raises(DataError, match=r"20 records make 5 batches of 4, fewer than one step takes \(1 ranks"):
         next(_loader(batch_size=24, accumulate=6).epoch(0))
 
 
@@ -90,9 +93,24 @@ def test_bad_records_are_replaced_counted_and_listed(tmp_path: Path, workers: in
     assert [len(step) for step in steps] == [4] * 5
     assert sorted(chain(*steps)) == sorted([*(set(range(20)) - {3, 4}), 5, 5])
     list(loader.epoch(1))
-    lines = [json.loads(line) for line in listed.read_text().splitlines()]
-    assert sorted(line["record"] for line in lines) == [3, 4]
-    assert lines[0]["file"] == "numbers.txt"
+    lines = sorted(json.loads(line)["text"] for line in listed.read_text().splitlines())
+    assert lines == ["numbers.txt [3]: not a number", "numbers.txt [4]: not a number"]
+    again = _loader(out=listed, bad=[3, 4], skip_bad=2, workers=workers)  # after a restart they count on
+    list(again.epoch(0))
+    assert len(listed.read_text().splitlines()) == 2
+    assert len(again.bad) == 2
+
+
+def test_what_was_found_before_there_was_a_file_is_listed(tmp_path: Path) -> None:
+    loader = _loader(bad=[3], skip_bad=1)
+    list(loader.epoch(0))
+    loader.list_bad_in(tmp_path / "bad.jsonl")
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
+
+
+def test_nothing_but_bad_records_is_an_error_and_no_endless_loop() -> None:
+    with pytest.raises(DataError, match=r"32 records in a row cannot be used"):
+        list(_loader(bad=range(20), skip_bad=1000).epoch(0))
 
 
 def test_too_many_bad_records_are_all_named() -> None:

@@ -81,7 +81,7 @@ class Task(abc.ABC):
     def batches(self, size: int, generator: torch.Generator) -> list[list[int]]:
         """One epoch of training as lists of records, in order. How many there are depends on the data alone."""
         order = torch.randperm(len(self.train_set), generator=generator).tolist()  # type: ignore[arg-type]
-        return [order[i : i + size] for i in range(0, len(order) - size + 1, size)] or [order]
+        return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
     def eval_batches(self, size: int) -> list[list[int]]:
         count = len(self.eval_set)  # type: ignore[arg-type]
