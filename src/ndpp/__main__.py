@@ -27,7 +27,11 @@ from .version import __version__
 
 
 class Failure(Exception):
-    """What the user has to know, in one line."""
+    """What the user has to know, in one line, and the exit status."""
+
+    def __init__(self, text: str, status: int = 2) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 # --- inspect ---
@@ -249,7 +253,7 @@ def main(
         commands[options.command].main(options)
     except Failure as failure:
         print(f"{prog} {options.command}: {failure}", file=sys.stderr)
-        return 2
+        return failure.status
     return 0
 
 

@@ -39,6 +39,7 @@ class Frame:
     x_form: Callable[[float], str]
     log: bool = False
     top: float = math.inf  # curves that leave it run along the edge
+    bottom: float = -math.inf
     reference: float | None = None
     tip: Callable[[float], str] = "{:.4g}".format  # values under the pointer
 
@@ -107,10 +108,12 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
     return round_ticks(low, high, count)
 
 
-def value_axis(values: Sequence[float], start: float, stop: float, *, log: bool, top: float = math.inf) -> Axis:
+def value_axis(
+    values: Sequence[float], start: float, stop: float, *, log: bool, top: float = math.inf, bottom: float = -math.inf
+) -> Axis:
     """Room above and below the data, and ticks inside."""
     count = max(round(abs(stop - start) / 55), 2)
-    low, high = min(values), min(max(values), max(top, min(values)))
+    low, high = max(min(values), min(bottom, max(values))), min(max(values), max(top, min(values)))
     if log:
         room = max((high / low) ** 0.06, 1.02)
         low, high = low / room, high * room
@@ -133,7 +136,7 @@ def line_chart(curves: Sequence[Curve], frame: Frame, size: Size, name: str) -> 
     values += [] if frame.reference is None else [frame.reference]
     wanted = max(len(curve.label) for curve in curves) * BOLD + 16
     labels = size.labels and len(curves) > 1 and wanted < 0.34 * size.width
-    y = value_axis(values, size.height - 40, 12, log=frame.log, top=frame.top)
+    y = value_axis(values, size.height - 40, 12, log=frame.log, top=frame.top, bottom=frame.bottom)
     left = 14 + max(len(frame.y_form(tick)) for tick in y.ticks) * CHARACTER
     right = size.width - (wanted if labels else 14)
     last = max(x for curve in curves for x, _ in curve.points)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import json
 import math
 import os
@@ -18,7 +20,7 @@ from ndpp.__main__ import Command, Failure
 from ndpp.__main__ import main as run_command
 
 from .config import NORMS, Config, keys, parsed
-from .errors import ConfigError, RecipeError
+from .errors import ConfigError, RecipeError, Stopped
 from .recipes import PRESETS, RECIPES, card, recipe
 
 # --- what several commands share ---
@@ -124,7 +126,17 @@ def _dry_run(config: Config) -> None:
 
 
 def _print_keys(config: Config) -> None:
+    """All keys, under what their section says of them."""
+    section = ""
     for key, value in keys(config).items():
+        name = key.rpartition(".")[0]
+        if name != section:
+            section, of = name, functools.reduce(getattr, name.split("."), config)
+            print(
+                f"\n# {name}: {(inspect.getdoc(of) or '').replace(chr(10), chr(10) + '# ')}"
+                if "settings" not in name
+                else ""
+            )
         print(f"{key} = {','.join(map(str, value)) if isinstance(value, tuple) else value}")
 
 
@@ -180,13 +192,20 @@ def comparison(runs: Sequence[Any]) -> str:
 
     rows = compare_table(runs)
     metric = rows[0]["metric"]
-    head = ("run", f"steps to {form(rows[0]['target'], 2)}", "seconds", f"final {metric}", f"best {metric}", "ms/step")
+    head = (
+        "run",
+        f"steps to {form(rows[0]['target'], 2)}",
+        "seconds to it",
+        f"final {metric}",
+        f"best {metric}",
+        "ms/step",
+    )
     cells = [
         (
             str(row["label"]),
             form(row["steps_to"], 0),
             form(row["seconds_to"], 1),
-            form(row["final"], 2),
+            form(row["final"], 2) + ("" if row["final_std"] is None else f" ± {form(row['final_std'], 2)}"),
             form(row["best"], 2),
             form(row["ms_per_step"], 1),
         )
@@ -288,7 +307,7 @@ def export_main(options: argparse.Namespace) -> None:
     if options.format not in FORMATS:
         raise ConfigError(f"--format: expected one of {', '.join(FORMATS)}; got {options.format!r}")
     saved = open_run(options.run, options.checkpoint, data=options.data, changes=parsed(options.set))
-    path = options.out or Path(options.run) / f"model{FORMATS[options.format][0]}"
+    path = options.out or Path(options.run) / f"model{FORMATS[options.format]}"
     difference = export(saved, options.format, path)
     print(f"{path}  (plain layers; outputs differ from the trained model's by at most {difference:.1e})")
 
@@ -336,6 +355,8 @@ def _checked(command: Command) -> Command:
     def run(options: argparse.Namespace) -> None:
         try:
             command.main(options)
+        except Stopped as error:
+            raise Failure(str(error), status=3) from error
         except RecipeError as error:
             raise Failure(str(error)) from error
         except OSError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,8 @@ class Runner:
     def __init__(self, config: Config) -> None:
         self.config, self.failure = config, ""
         momentum = "" if config.optimizer.momentum else ", no momentum"
-        self.title = f"{NORM_TITLES[config.norm.name]}, lr {config.optimizer.lr:g}{momentum}"
+        seed = f", seed {config.run.seed}" if config.run.seed else ""
+        self.title = f"{NORM_TITLES[config.norm.name]}, lr {config.optimizer.lr:g}{momentum}{seed}"
         self.trainer = Trainer(config, Place(0, 1, device_named(config.run.device)), overwrite=True, shown=Silent())
         self.cuda = self.trainer.place.device.type == "cuda"
         self.random = random_state(self.cuda)
@@ -64,7 +64,10 @@ class Runner:
         found = ndpp.inspect(trainer.model, lambda model: trainer.task.forward(model, trainer.to_device(batch)))
         parts = {
             name: [
-                {"layer": layer.path, "condition": layer.condition.before if not converted else number}
+                {
+                    "layer": f"{layer.path} {layer.kind.removeprefix('ndpp.')}",
+                    "condition": layer.condition.before if not converted else number,
+                }
                 for layer, number in ((layer, getattr(layer.condition, name)) for layer in found.measured)
             ]
             for name in ("before", "after")
@@ -157,14 +160,16 @@ def _bars(runners: Sequence[Runner]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _lines(runners: Sequence[Runner]) -> Iterator[Any]:
-    """A line for every run every few seconds, where there is no terminal."""
-    last = {id(runner): 0.0 for runner in runners}
+    """A line for every tenth of every run, where there is no terminal."""
+    total = runners[0].trainer.total
+    print(f"{len(runners)} runs of {total} steps side by side, of {runners[0].config.model.name}", file=sys.stderr)
+    shown = {id(runner): 0 for runner in runners}
 
     def show(runner: Runner) -> None:
-        now = time.perf_counter()
-        if now - last[id(runner)] < 5 and not runner.done:
+        tenth = 10 * runner.trainer.step // total
+        if tenth == shown[id(runner)] and not runner.failure:
             return
-        last[id(runner)] = now
+        shown[id(runner)] = tenth
         value = "" if runner.value is None else f"  {runner.trainer.task.metric} {runner.value:.2f}"
         step = f"step {runner.trainer.step}/{runner.trainer.total}"
         ended = f"  diverged: {runner.failure}" if runner.failure else ""

@@ -173,6 +173,8 @@ def _curves(groups: Sequence[Group], colours: Sequence[int]) -> str:
     values = [p.value for group in groups for run in group.runs for p in run.curve(base.mean.metric)]
     # a metric to be minimised may start at many times of what it ends at
     log = not base.mean.maximise and min(values, default=0) > 0 and max(values) > 20 * min(values)
+    # the first evaluations must not flatten the finish
+    bottom = sorted(values)[len(values) // 10] if base.mean.maximise and len(values) >= 20 else -math.inf
     figures = []
     for x_title, pick in (("steps", _step), ("seconds", _second)):
         drawn = [
@@ -180,7 +182,7 @@ def _curves(groups: Sequence[Group], colours: Sequence[int]) -> str:
             for group, colour in zip(groups, colours, strict=True)
         ]
         tick = charts.power if log else charts.short
-        frame = Frame(x_title, tick, charts.short, log, reference=reference, tip=form.__call__)
+        frame = Frame(x_title, tick, charts.short, log, bottom=bottom, reference=reference, tip=form.__call__)
         figures.append(_figure(f"{form.title.capitalize()} against {x_title}", drawn, frame, HALF))
     losses = [_loss_curve(group, colour, names[group.label]) for group, colour in zip(groups, colours, strict=True)]
     frame = _loss_frame(losses)
@@ -191,6 +193,7 @@ def _curves(groups: Sequence[Group], colours: Sequence[int]) -> str:
     about = "A ring is where a run first reached the dashed line."
     about += " A band spans the seeds, its line is their mean." * any(len(group.runs) > 1 for group in groups)
     about += " A cross: the run diverged or ended early." * any(group.note for group in groups)
+    about += " Values below the chart are drawn at its edge." * (bottom > -math.inf)
     about += " Losses above the chart are drawn at its edge." * any(y > frame.top for c in losses for _, y in c.points)
     return (
         f'<h2>Curves</h2><ul class="legend">{legend}</ul><div class="charts">{"".join(figures)}</div>'

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ndpp
 from ndpp.feeding import tensors
@@ -24,7 +24,7 @@ from .parallel import Place, device_named
 from .tasks import Task, make_task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Saved:
     """A trained model, its task and its data."""
 
@@ -33,6 +33,9 @@ class Saved:
     loader: Loader
     model: nn.Module
     step: int
+
+    def __repr__(self) -> str:
+        return f"Saved({self.config.recipe}, {self.config.model.name}, {self.config.norm.name}, step {self.step})"
 
     def evaluate(self) -> dict[str, float]:
         """The metrics over the evaluation data."""
@@ -95,7 +98,7 @@ def export(saved: Saved, kind: str, path: Path) -> float:
     if kind not in FORMATS:
         raise ConfigError(f"no format {kind!r}; there are {', '.join(FORMATS)}")
     model = copy.deepcopy(saved.model).cpu().float().eval()
-    inputs = tuple(value.cpu() for value in saved.task.example())
+    inputs = tuple(torch.cat([value.cpu(), value.cpu()]) for value in saved.task.example())  # a batch of 1 is special
     with torch.no_grad():
         expected = tensors(saved.task.exportable(model)(*inputs))
         if any(isinstance(module, ndpp.decorrelated.Decorrelated) for module in model.modules()):
@@ -103,37 +106,37 @@ def export(saved: Saved, kind: str, path: Path) -> float:
         plain = saved.task.exportable(model).eval()
         found = tensors(plain(*inputs))
     difference = max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True) if a.numel())
-    _, write = FORMATS[kind]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(plain if kind != "safetensors" else model, inputs, path)
+    if kind == "safetensors":
+        _write_safetensors(saved, model, path)
+    else:
+        free = dict.fromkeys(saved.task.free_dims, torch.export.Dim.AUTO)
+        program = torch.export.export(plain, inputs, dynamic_shapes=tuple(free for _ in inputs))
+        _write_onnx(program, path) if kind == "onnx" else torch.export.save(program, str(path))
     return difference
 
 
-def _onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
     try:
-        program = torch.onnx.export(model, inputs, dynamo=True, verbose=False)
+        made = torch.onnx.export(program, dynamo=True, verbose=False)
     except ImportError as error:
         raise MissingExtra("onnx and onnxscript", "--format onnx") from error
-    if program is None:
+    if made is None:
         raise RecipeError("torch.onnx gave no program")
-    program.save(str(path))
+    made.save(str(path))
 
 
-def _torch_export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
-    torch.export.save(torch.export.export(model, inputs), str(path))
-
-
-def _safetensors(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+def _write_safetensors(saved: Saved, model: nn.Module, path: Path) -> None:
     try:
         from safetensors.torch import save_model
     except ImportError as error:
         raise MissingExtra("safetensors", "--format safetensors") from error
-    save_model(model, str(path))
+    config = saved.config
+    about = {"recipe": config.recipe, "model": config.model.name, "norm": config.norm.name, "step": str(saved.step)}
+    about["scale"] = config.norm.settings.scale if config.norm.name == "ndpp" else "none"
+    save_model(model, str(path), metadata={**about, "options": json.dumps(config.model.options)})
+    path.chmod(0o644)  # it is written for its owner alone
 
 
-# What a file of each kind is called, and who writes it.
-FORMATS: dict[str, tuple[str, Callable[[nn.Module, tuple[Tensor, ...], Path], None]]] = {
-    "onnx": (".onnx", _onnx),
-    "torch": (".pt2", _torch_export),
-    "safetensors": (".safetensors", _safetensors),
-}
+# What a file of each kind is called.
+FORMATS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}

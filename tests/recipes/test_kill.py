@@ -86,7 +86,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on(tmp_path: Path, kind: signal.Signals) -> None:
     """The signal reaches the workers of its loader as well, as it does from a terminal."""
-    assert _killed(tmp_path / "run", 0.1, kind, "--set", "data.workers=2") == 2
+    assert _killed(tmp_path / "run", 0.1, kind, "--set", "data.workers=2") == 3
     assert 0 < _steps(tmp_path / "run") < 30
     _finished(tmp_path / "run")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.recipes.tiny import QUICK, TINY
 
+import ndpp
 from ndpp_recipes import NORMS, RECIPES, Config, RecipeError, Trainer, export, open_run, recipe, train
 from ndpp_recipes.config import parsed
 from ndpp_recipes.parallel import Place
@@ -74,7 +75,9 @@ def test_exported_programs_compute_what_the_model_does(name: str, data: dict[str
     saved = open_run(result.out)
     assert export(saved, "torch", tmp_path / "model.pt2") < 1e-3
     program = torch.export.load(tmp_path / "model.pt2").module()
-    inputs = saved.task.example()
+    inputs = tuple(torch.cat([value] * 3) for value in saved.task.example())  # a batch that was not traced
+    if name == "language":
+        inputs = (inputs[0][:, :9],)
     with torch.no_grad():
         expected = saved.task.exportable(saved.model)(*inputs)
         found = program(*inputs)
@@ -89,11 +92,33 @@ def test_onnx_computes_what_the_model_does(name: str, data: dict[str, str], tmp_
     saved = open_run(result.out)
     export(saved, "onnx", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
-    inputs = [torch.randn(x.shape) if x.is_floating_point() else x for x in saved.task.example()]
+    inputs = [torch.cat([x] * 3) for x in saved.task.example()]
+    inputs = [torch.randn(x.shape) if x.is_floating_point() else x for x in inputs]
     named = {node.name: x.numpy() for node, x in zip(session.get_inputs(), inputs, strict=True)}
     with torch.no_grad():
         expected = saved.task.exportable(saved.model)(*inputs)
     torch.testing.assert_close(torch.from_numpy(session.run(None, named)[0]), _flat(expected)[0], atol=1e-3, rtol=1e-3)
+
+
+def test_a_safetensors_file_loads_into_a_network_built_again(data: dict[str, str], tmp_path: Path) -> None:
+    """As docs/recipes.md says."""
+    safetensors = pytest.importorskip("safetensors")
+    from safetensors.torch import load_model
+
+    result = train(_config("cifar", "ndpp", data, tmp_path / "run", **{"run.steps": 2}), quiet=True)
+    saved = open_run(result.out)
+    path = tmp_path / "model.safetensors"
+    export(saved, "safetensors", path)
+    with safetensors.safe_open(path, "pt") as file:
+        about = file.metadata()
+    assert (about["model"], about["scale"]) == ("resnet18-cifar", "l1")
+    model = saved.task.build().eval()
+    ndpp.convert_(model, ndpp.Settings(scale=about["scale"]))
+    ndpp.fold_(model)
+    load_model(model, path)
+    x = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), saved.model(x), atol=1e-4, rtol=1e-4)
 
 
 def _flat(output: Any) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ class Task(abc.ABC):
     metric: ClassVar[str]  # the headline, among those a meter gives
     maximise: ClassVar[bool] = True
     unit: ClassVar[str] = "images"  # what throughput counts
+    free_dims: ClassVar[tuple[int, ...]] = (0,)  # of the inputs of an exported network: batch, and length of texts
 
     train_set: Dataset[Any]
     eval_set: Dataset[Any]

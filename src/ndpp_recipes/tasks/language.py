@@ -28,6 +28,7 @@ class Language(Task):
     metric: ClassVar[str] = "perplexity"
     maximise: ClassVar[bool] = False
     unit: ClassVar[str] = "tokens"
+    free_dims: ClassVar[tuple[int, ...]] = (0, 1)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

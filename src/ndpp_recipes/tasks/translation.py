@@ -37,6 +37,7 @@ class Translation(Task):
 
     metric: ClassVar[str] = "bleu"
     unit: ClassVar[str] = "tokens"
+    free_dims: ClassVar[tuple[int, ...]] = (0, 1)
 
     train_set: ParallelText
     eval_set: ParallelText
