@@ -28,7 +28,7 @@ KEYS = [
 
 
 def _train(
-    out: Path, ranks: int, *changes: str, norm: str = "gn", check: bool = True
+    out: Path, ranks: int, *changes: str, norm: str = "gn", begin: str = "--resume=auto", check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """GroupNorm looks at one sample at a time, so that ranks have to make no difference at all."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
@@ -37,7 +37,7 @@ def _train(
     command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "ndpp_recipes", "train", "fashion"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--norm", norm, "--resume", "auto", "--out", str(out), *keys],
+        [*command, "--norm", norm, begin, "--out", str(out), *keys],
         env=environment,
         capture_output=True,
         text=True,
@@ -85,6 +85,12 @@ def test_ranks_resume_exactly(tmp_path: Path, parallel: str, norm: str) -> None:
     whole, halves = _weights(tmp_path / "whole"), _weights(tmp_path / "halves")
     for name, value in whole.items():
         assert torch.equal(value, halves[name]), name
+
+
+def test_ranks_overwrite_together(tmp_path: Path) -> None:
+    for _ in range(2):
+        _train(tmp_path, 2, "run.steps=2", "save_every=1", begin="--overwrite")
+    assert len(checkpoints.found(tmp_path / "checkpoints")) == 2
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
