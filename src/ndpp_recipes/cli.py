@@ -359,6 +359,8 @@ def _checked(command: Command) -> Command:
             raise Failure(str(error), status=3) from error
         except RecipeError as error:
             raise Failure(str(error)) from error
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
             raise Failure(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 

@@ -63,7 +63,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData(DataConfig):
-    """Classification. augment: none, flip (+ crop with padding) or imagenet (random resized crop + flip)."""
+    """Classification. augment: none, crop (out of a padded image), flip (crop and mirror) or imagenet (random resized
+    crop and mirror). The columns are those of parquet files and saved data sets.
+    """
 
     size: int = 224
     augment: Literal["none", "crop", "flip", "imagenet"] = "imagenet"
