@@ -177,6 +177,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert [step for kind, step in kinds if kind == "train"] == list(range(1, 16))
     assert [step for kind, step in kinds if kind == "eval"] == [2, 4, 6, 8, 10, 12, 14, 15]
     assert trainer.result().best["value"] == 7.0
+    pytest.importorskip("tensorboard")
     assert any((tmp_path / "tensorboard").iterdir())
 
 

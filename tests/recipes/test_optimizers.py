@@ -49,6 +49,8 @@ def _net() -> nn.Module:
 def test_every_optimizer_trains_every_parameter(name: str) -> None:
     if name == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has no Muon")
+    if name == "lamb":
+        pytest.importorskip("timm")
     net, x, y = _net(), torch.randn(32, 1, 4, 4), torch.randint(2, (32,))
     optimizers = make_optimizers(net, OptimizerConfig(name=name, lr=0.02, weight_decay=0.01))
     before = [p.detach().clone() for p in net.parameters()]
