@@ -301,7 +301,7 @@ def table_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     rows = []
     for group in groups:
         mean, same = group.mean, group.mean.metric == base.metric
-        finals, bests = ([getattr(run, name) for run in group.runs] for name in ("final", "best"))
+        finals, bests = ([getattr(run, name) if same else math.nan for run in group.runs] for name in ("final", "best"))
         rows.append(
             {
                 "label": group.label,
@@ -319,7 +319,7 @@ def table_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "best_std": _std(bests),
                 "ms_per_step": 1000 * statistics.fmean(run.seconds / max(run.steps, 1) for run in group.runs),
                 "train_loss": statistics.fmean(run.train_loss for run in group.runs),
-                "note": group.note,
+                "note": group.note if same else f"its metric is {mean.metric}",
             }
         )
     return rows

@@ -91,15 +91,17 @@ class Race:
     def configs(self) -> list[Config]:
         if len(set(self.norms)) != len(self.norms) or not self.norms:
             raise ConfigError(f"--norms: expected different names separated by commas; got {','.join(self.norms)!r}")
-        variants = {"tuned": {}, **({"lr1": LR1} if self.lr1 else {})}
-        return [
-            recipe(self.recipe, norm=norm, data=self.data, changes={**(self.changes or {}), **variant}).changed(
-                {"run.seed": seed, "run.out": str(self.out / f"{norm}-{name}-seed{seed}")}
-            )
-            for seed in self.seeds
-            for norm in self.norms
-            for name, variant in variants.items()
-        ]
+        found = []
+        for seed in self.seeds:
+            for norm in self.norms:
+                config = recipe(self.recipe, norm=norm, data=self.data, changes=self.changes)
+                variants = {"tuned": config}
+                if self.lr1 and config.optimizer.name == "sgd":  # of others 1.0 is no sensible rate
+                    variants["lr1"] = config.changed(LR1)
+                for name, variant in variants.items():
+                    out = str(self.out / f"{norm}-{name}-seed{seed}")
+                    found.append(variant.changed({"run.seed": seed, "run.out": out}))
+        return found
 
     def run(self) -> list[RunRecord]:
         """All runs, a seed at a time; the one that has had the least time takes the next step."""

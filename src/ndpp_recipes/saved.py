@@ -63,6 +63,7 @@ def open_run(
     state = _state(folder, checkpoint)
     device = device_named(config.run.device)
     task = make_task(config)
+    _refuse_other_files(task, folder)
     loader = Loader(task, Place(0, 1, device))
     model, _ = build_model(loader, device, fresh=False)
     try:
@@ -70,6 +71,16 @@ def open_run(
     except RuntimeError as error:
         raise RecipeError(f"{folder}: the checkpoint does not fit the model of config.json: {error}") from error
     return Saved(config, task, loader, model.eval(), int(state["step"]))
+
+
+def _refuse_other_files(task: Task, folder: Path) -> None:
+    """A model is only as good as its vocabulary and its classes: other data may have others."""
+    for name, text in task.files().items():
+        if (folder / name).is_file() and (folder / name).read_text() != text:
+            raise RecipeError(
+                f"{task.config.data.path} makes another {name} than {folder / name}: outputs would mean other things; "
+                "use data with the same training text or classes"
+            )
 
 
 def _state(folder: Path, checkpoint: str) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def expected_first(name: str, x: Tensor) -> Tensor:
     if name in ("gn", "ln"):
         return F.group_norm(x, 8 if name == "gn" else 1)
     if name == "frn":
-        return (x / (x.square().mean((2, 3), keepdim=True) + 1e-6).sqrt()).clamp_min(0)
+        return x / (x.square().mean((2, 3), keepdim=True) + 1e-6).sqrt()
     if name == "iternorm":
         return iternorm_reference(x, IterNorm(8).double())[0]
     if name == "sw":
@@ -282,7 +282,7 @@ def expected_token(name: str, x: Tensor) -> Tensor:
         parts = rows.reshape(len(rows), -1, 8 if name == "gn" else 16)
         y = (parts - parts.mean(2, keepdim=True)) / (parts.var(2, keepdim=True, correction=0) + 1e-5).sqrt()
     elif name == "frn":
-        y = (rows / (rows.square() + 1e-6 + 1e-4).sqrt()).clamp_min(0)
+        y = rows / (rows.square() + 1e-6 + 1e-4).sqrt()
     elif name in ("iternorm", "sw"):
         y = newton(covariance(rows.T) + 1e-5 * torch.eye(16).double(), 5) @ (rows - rows.mean(0)).T
         y = y.T

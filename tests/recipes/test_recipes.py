@@ -13,6 +13,7 @@ import ndpp
 from ndpp_recipes import NORMS, RECIPES, Config, RecipeError, Trainer, export, open_run, recipe, train
 from ndpp_recipes.config import parsed
 from ndpp_recipes.parallel import Place
+from ndpp_recipes.race import Race
 
 PLACE = Place(0, 1, torch.device("cpu"))
 
@@ -125,6 +126,29 @@ def _flat(output: Any) -> list[torch.Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ["cifar", "language"])
+def test_data_that_would_give_outputs_another_meaning(name: str, data: dict[str, str], tmp_path: Path) -> None:
+    """Other classes, or a vocabulary of other text: the numbers would be wrong without a word."""
+    result = train(_config(name, "bn", data, tmp_path / "run", **{"run.steps": 1}), quiet=True)
+    other = TINY[name].make(tmp_path / "other")
+    if name == "cifar":
+        for split in ("train", "test"):
+            (other / split / "red").rename(other / split / "zebra")
+    else:
+        (other / "train.txt").write_text("quite another text, of other words\n" * 300)
+    with pytest.raises(RecipeError, match=r"makes another (classes|tokenizer).json than .*run"):
+        open_run(result.out, data=str(other))
+
+
+def test_only_sgd_races_at_rate_1(tmp_path: Path) -> None:
+    race = Race("vit-small", ["ln", "ndpp"], [0], tmp_path, data="x")
+    assert [Path(config.out).name for config in race.configs()] == [
+        "ln-tuned-seed0",
+        "ndpp-tuned-seed0",
+        "ndpp-lr1-seed0",
+    ]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_batches_of_different_sizes(tmp_path: Path) -> None:
     assert (labels[0, 32:] == 255).all()
     assert (labels[1, :, 32:] == 255).all()
     assert torch.equal(labels[1, :, :32], made.eval_set[1][1])
-    assert made.example()[0].shape == (1, 3, 32, 48)
+    assert made.example()[0].shape == (1, 3, 24, 40)
     assert json.loads(made.files()["classes.json"]) == ["0", "1", "2"]
 
 
@@ -340,4 +340,4 @@ def test_it_learns(tmp_path: Path) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.75 * losses[0]
-    assert made.exportable(model.eval())(*made.example()).shape == (1, 3, 32, 48)
+    assert made.exportable(model.eval())(*made.example()).shape == (1, 3, 24, 40)

@@ -107,7 +107,7 @@ def test_errors(tmp_path):
     with pytest.raises(
         DataError, match=r"expected pairs of sentences to train on; 0 cannot be used and 60 are too lon"
     ):
-        task_for(tmp_path, max_length=0)
+        task_for(tmp_path, max_length=1)
     with pytest.raises(ConfigError, match="beam: expected 1"):
         task_for(tmp_path, options={"beam": 0})
     with pytest.raises(ConfigError, match=r"model\.options\.width"):

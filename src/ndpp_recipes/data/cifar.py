@@ -60,7 +60,10 @@ def _layout(folder: Path) -> Layout | None:
 
 def _names(path: Path, layout: Layout) -> tuple[str, ...]:
     if isinstance(layout.labels, int):
-        return tuple(path.read_text(encoding="utf-8").split())
+        try:
+            return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        except UnicodeDecodeError as error:
+            raise DataError(path, f"expected names of classes in UTF-8, one a line: {error}") from error
     names = unpickled(path).get(layout.names)
     if not isinstance(names, list) or not all(isinstance(name, bytes) for name in names):
         raise DataError(path, f"expected a list of names under {layout.names!r}")

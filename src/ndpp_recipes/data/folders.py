@@ -39,7 +39,7 @@ def _files(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, int]]:
     """Class by class in turn, so that the first so many records hold all classes."""
     found = []
     for label, name in enumerate(names):
-        files = sorted(x for x in (folder / name).rglob("*") if x.suffix.lower() in SUFFIXES)
+        files = sorted(x for x in (folder / name).rglob("*") if x.suffix.lower() in SUFFIXES and x.is_file())
         if not files:
             raise DataError(folder / name, f"no images: expected files ending in {', '.join(SUFFIXES)}")
         found += [(position, label, file) for position, file in enumerate(files)]

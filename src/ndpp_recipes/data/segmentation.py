@@ -46,6 +46,11 @@ def open_segmentation(data: SegmentationData) -> tuple[Pixels, Pixels, tuple[str
     """Training data, evaluation data, and the names of the classes (numbers where they have none)."""
     if len(data.mean) not in (1, 3) or len(data.std) != len(data.mean):
         raise ConfigError(f"data.mean and data.std: expected 1 value (grey) or 3 each; got {data.mean} and {data.std}")
+    if min(data.crop) < 1 or data.classes < 0 or not 0 <= data.ignore <= 255:
+        raise ConfigError(
+            "data.crop, data.classes, data.ignore: expected sizes of at least 1, a number of classes (0: found in the "
+            f"labels) and a grey value; got {data.crop}, {data.classes}, {data.ignore}"
+        )
     pairs = _pairs(data)
     classes = data.classes or len(pairs.names) or _count(pairs.train + pairs.evaluation, data)
     names = pairs.names if len(pairs.names) == classes else tuple(str(label) for label in range(classes))

@@ -93,7 +93,8 @@ def image_file(path: Path, content: bytes | None = None, record: object = None) 
     except DataError:
         raise
     except Exception as error:  # decoders of damaged files raise nearly anything
-        raise DataError(path, f"cannot be read as an image: {error}", record) from error
+        reason = str(error).partition(" <_io")[0]  # Pillow shows the object it read from
+        raise DataError(path, f"cannot be read as an image: {reason}", record) from error
 
 
 def check_labels(labels: npt.NDArray[np.integer], classes: int, path: Path) -> None:

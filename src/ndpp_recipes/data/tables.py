@@ -59,7 +59,13 @@ def open_saved(path: Path, data: ImageData) -> ImageSets:
 
 def open_parquet(folder: Path, data: ImageData) -> ImageSets:
     files = {name: _parts(folder, name) for name in ("train", *EVALUATION)}
-    return _opened({name: (found[0], _read(found, data)) for name, found in files.items() if found}, folder, data)
+    tables = {name: (_together(found), _read(found, data)) for name, found in files.items() if found}
+    return _opened(tables, folder, data)
+
+
+def _together(files: list[Path]) -> Path:
+    """What errors call them: rows are counted over all parts."""
+    return files[0] if len(files) == 1 else files[0].with_name(f"{files[0].name} … {files[-1].name}")
 
 
 def _read(files: list[Path], data: ImageData) -> Any:
@@ -71,7 +77,7 @@ def _read(files: list[Path], data: ImageData) -> Any:
             part = parquet.read_table(file, columns=[data.image_column, data.label_column])
             table = part if table is None else arrow.concat_tables([table, part])
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(file, f"cannot be read as parquet: {error}") from error
+            raise DataError(file, f"cannot be read as parquet: {str(error).splitlines()[0]}") from error
     return table
 
 

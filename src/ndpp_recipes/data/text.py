@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +43,7 @@ def read(path: Path) -> bytes:
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         what = "there is no such file; check data.path and the names in data.train and data.valid"
         raise DataError(path, what if isinstance(error, FileNotFoundError) else f"cannot be read: {error}") from error
     if not content.strip():

@@ -16,7 +16,7 @@ from ndpp.conversion.norms import Norm, affine, is_named_norm, recognise, statis
 from ndpp.conversion.planning import norm_size
 
 from ..errors import RecipeError
-from .frn import FRN, TLU
+from .frn import FRN
 from .iternorm import IterNorm, largest_divisor
 from .switchable import SwitchableWhitening
 
@@ -121,8 +121,8 @@ def _layer_norm(old: Old) -> nn.Module:
 
 
 def _frn(old: Old) -> nn.Module:
-    frn = FRN(old.channels, learnable_eps=old.single, affine=old.affine)
-    return nn.Sequential(OrderedDict(frn=frn, tlu=TLU(old.channels)))
+    """Without a TLU: it would have to take the place of the activation behind it, which a norm does not know."""
+    return FRN(old.channels, learnable_eps=old.single, affine=old.affine)
 
 
 _MAKE: dict[str, Callable[[Old], nn.Module]] = {

@@ -57,7 +57,8 @@ class Classification(Task):
         return Accuracy(self)
 
     def example(self) -> tuple[Tensor, ...]:
-        return (torch.zeros(1, len(self.data.mean), self.data.size, self.data.size),)
+        shape = (1, len(self.data.mean), self.data.size, self.data.size)
+        return (torch.randn(shape, generator=torch.Generator().manual_seed(0)),)
 
     def files(self) -> dict[str, str]:
         return {"classes.json": json.dumps(self.names, ensure_ascii=False, indent=1)}

@@ -25,6 +25,7 @@ class Segmentation(Task):
     """Batches are images (batch, channels, height, width) and labels (batch, height, width)."""
 
     metric: ClassVar[str] = "miou"
+    free_dims: ClassVar[tuple[int, ...]] = (0, 2, 3)
 
     train_set: Pixels
     eval_set: Pixels
@@ -72,7 +73,7 @@ class Segmentation(Task):
         return Overlap(self, len(self.names), self.data.ignore)
 
     def example(self) -> tuple[Tensor, ...]:
-        return (torch.zeros_like(self.eval_set[0][0]).unsqueeze(0),)
+        return (torch.randn(1, len(self.data.mean), *self.data.crop, generator=torch.Generator().manual_seed(0)),)
 
     def exportable(self, model: nn.Module) -> nn.Module:
         return Logits(model)
