@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/ndpp race --overwrite
 
 test: lint
-	$(RUN) -m pytest -n auto -m "not slow and not gpu"
+	$(RUN) -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

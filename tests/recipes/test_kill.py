@@ -67,8 +67,14 @@ def _killed(out: Path, wait: float, kind: signal.Signals = signal.SIGKILL, *more
     return process.returncode
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    whole = _finished(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    out = tmp_path_factory.mktemp("whole")
+    return out, _finished(out)
+
+
+def test_killed_at_random_moments(tmp_path: Path, uninterrupted: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    out, whole = uninterrupted
     draw = random.Random(time.time())  # another moment in every run of the test
     kills = 0
     while _steps(tmp_path / "killed") < 25 and kills < 6:
@@ -79,7 +85,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
-    metrics = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("whole", "killed")]
+    metrics = [(run / "metrics.jsonl").read_text().splitlines() for run in (out, tmp_path / "killed")]
     assert len(metrics[0]) == len(metrics[1])
 
 
@@ -92,9 +98,11 @@ def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("leftover", [".step-00000099.pt.123.partial", "step-00000099.pt"])
-def test_leftovers_of_a_crash(tmp_path: Path, leftover: str) -> None:
+def test_leftovers_of_a_crash(
+    tmp_path: Path, leftover: str, uninterrupted: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
     """A partial file is ignored; a torn checkpoint with a proper name is passed over."""
-    whole = _finished(tmp_path / "whole")
+    _, whole = uninterrupted
     _killed(tmp_path / "run", 0.0)
     (tmp_path / "run" / "checkpoints" / leftover).write_bytes(b"PK\x03\x04 torn")
     resumed = _finished(tmp_path / "run", *(["--set", "keep=50"] if not leftover.startswith(".") else []))
