@@ -30,8 +30,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CALIBRATION = 4  # batches that show ndpp layers the data, so that they keep what pretrained weights compute
 
 # Keys that a run may be continued with other values of.
-FREE = {"run.out", "run.keep", "run.log_every", "run.save_every", "run.device", "data.path", "data.workers"}
-FREE |= {"data.skip_bad"}
+FREE = {
+    *("run.out", "run.keep", "run.log_every", "run.save_every", "run.device"),
+    *("data.path", "data.workers", "data.skip_bad"),
+}
 
 
 def build_model(loader: Loader, device: torch.device, fresh: bool = True) -> tuple[nn.Module, str]:

@@ -10,11 +10,13 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ndpp
 from ndpp.__main__ import COMMANDS as CORE
 from ndpp.__main__ import Command, Failure
 from ndpp.__main__ import main as run_command
@@ -132,11 +134,8 @@ def _print_keys(config: Config) -> None:
         name = key.rpartition(".")[0]
         if name != section:
             section, of = name, functools.reduce(getattr, name.split("."), config)
-            print(
-                f"\n# {name}: {(inspect.getdoc(of) or '').replace(chr(10), chr(10) + '# ')}"
-                if "settings" not in name
-                else ""
-            )
+            about = "see docs/layers.md" if isinstance(of, ndpp.Settings) else inspect.getdoc(of) or ""
+            print("\n" + textwrap.indent(f"{name}: {about}", "# "))
         print(f"{key} = {','.join(map(str, value)) if isinstance(value, tuple) else value}")
 
 

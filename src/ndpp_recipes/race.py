@@ -21,9 +21,7 @@ from .errors import ConfigError, NonFiniteError
 from .loading import random_state, restore_random_
 from .monitor import Silent
 from .parallel import Place, device_named
-from .recipes import recipe
-
-LR1 = {"optimizer.lr": 1.0, "optimizer.momentum": 0.0}
+from .recipes import LR1, recipe
 
 
 class Runner:
@@ -62,17 +60,13 @@ class Runner:
         batch = next(trainer.loader.evaluation())
         converted = any(isinstance(m, ndpp.decorrelated.Decorrelated) for m in trainer.model.modules())
         found = ndpp.inspect(trainer.model, lambda model: trainer.task.forward(model, trainer.to_device(batch)))
-        parts = {
-            name: [
-                {
-                    "layer": f"{layer.path} {layer.kind.removeprefix('ndpp.')}",
-                    "condition": layer.condition.before if not converted else number,
-                }
-                for layer, number in ((layer, getattr(layer.condition, name)) for layer in found.measured)
-            ]
-            for name in ("before", "after")
-        }
-        checkpoints.write_json(trainer.out / "conditioning.json", parts)
+        before, after = [], []
+        for layer in found.measured:
+            name = f"{layer.path} {layer.kind.removeprefix('ndpp.')}"
+            seen = layer.condition.after if converted else layer.condition.before  # plain weights see their input
+            before.append({"layer": name, "condition": layer.condition.before})
+            after.append({"layer": name, "condition": seen})
+        checkpoints.write_json(trainer.out / "conditioning.json", {"before": before, "after": after})
 
 
 @dataclass(frozen=True)

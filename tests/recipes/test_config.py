@@ -123,5 +123,7 @@ def test_the_papers_numbers() -> None:
         assert (large.optimizer.lr, large.schedule.warmup) == (0.1, 0)
     scratch = recipe("paper-mask-rcnn-scratch")
     assert scratch.optimizer.lr == 0.1
-    assert recipe("paper-deeplab-scratch").schedule.power == 0.9
+    deeplab = recipe("paper-deeplab-scratch")
+    assert (deeplab.schedule.power, deeplab.norm.settings.scale) == (0.9, "none")  # reported without scale invariance
+    assert recipe("paper-mask-rcnn").norm.settings == ndpp.Settings.paper(scale="l1", stride=5)
     assert recipe("paper-vit").run.steps == 10_000

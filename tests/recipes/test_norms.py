@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import ndpp
 from ndpp_recipes.config import NORMS, NormConfig
 from ndpp_recipes.errors import RecipeError
-from ndpp_recipes.norms import FRN, TLU, IterNorm, SwitchableWhitening, apply_norm_, replace_norms_
+from ndpp_recipes.norms import FRN, IterNorm, SwitchableWhitening, apply_norm_, replace_norms_
 from ndpp_recipes.norms.switchable import SW_A, SW_B
 
 REPLACED = [name for name in NORMS if name not in ("ndpp", "nd")]
@@ -163,21 +163,12 @@ def test_frn(shape: tuple[int, ...], learnable: bool) -> None:
             torch.testing.assert_close(y[n, c], expected)
 
 
-def test_tlu() -> None:
-    module = TLU(2)
-    module.threshold.data = torch.tensor([-1.0, 0.5])
-    y = torch.tensor([[-2.0, -2.0], [0.0, 0.0], [1.0, 1.0]])
-    assert module(y).tolist() == [[-1.0, 0.5], [0.0, 0.5], [1.0, 1.0]]
-    module(y).sum().backward()
-    assert module.threshold.grad.tolist() == [1.0, 2.0]
-
-
 OWN = {
     "iternorm": lambda: IterNorm(4, group_size=2),
     "sw-a": lambda: SwitchableWhitening(4, group_size=2),
     "sw-b": lambda: SwitchableWhitening(4, group_size=2, kinds=SW_B),
     "frn": lambda: FRN(4),
-    "frn-learnable": lambda: nn.Sequential(FRN(4, learnable_eps=True), TLU(4)),
+    "frn-learnable": lambda: FRN(4, learnable_eps=True),
 }
 
 

@@ -13,12 +13,12 @@ import ndpp
 
 from ..config import NormConfig
 from ..errors import RecipeError
-from .frn import FRN, TLU
+from .frn import FRN
 from .iternorm import IterNorm
 from .replace import Replaced, replace_norms_
 from .switchable import SwitchableWhitening
 
-__all__ = ["FRN", "TLU", "IterNorm", "Replaced", "SwitchableWhitening", "apply_norm_", "replace_norms_"]
+__all__ = ["FRN", "IterNorm", "Replaced", "SwitchableWhitening", "apply_norm_", "replace_norms_"]
 
 
 def apply_norm_(model: nn.Module, norm: NormConfig, calibration: Iterable[Any] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Filter Response Normalization and its activation (Singh & Krishnan, CVPR 2020)."""
+"""Filter Response Normalization (Singh & Krishnan, CVPR 2020)."""
 
 from __future__ import annotations
 
@@ -43,21 +43,6 @@ class FRN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, learnable_eps={self.learned_eps is not None}"
-
-
-class TLU(nn.Module):
-    """max(y, τ) with a learned threshold for each channel."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
-        self.threshold = nn.Parameter(torch.zeros(num_features))
-
-    def forward(self, y: Tensor) -> Tensor:
-        return torch.maximum(y, per_channel(self.threshold, y).to(y.dtype))
-
-    def extra_repr(self) -> str:
-        return f"{self.num_features}"
 
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
