@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from . import adoption, cpu_table, data, defaults, inference, runs, summary, sweep
+from . import adoption, cpu_table, data, defaults, growth, inference, layer, runs, solver, step, summary, sweep
 
 COMMANDS = {
+    "step": step,
+    "layer": layer,
+    "solver": solver,
+    "growth": growth,
     "cpu-table": cpu_table,
     "inference": inference,
     "defaults": defaults,

@@ -26,9 +26,9 @@ import torch
 import ndpp
 
 from . import configs, data, summary
+from .records import ROOT, commit
 from .training import CaptureFailed, ImageSet, Plan, Run
 
-ROOT = Path(__file__).resolve().parent.parent
 CAPTURE_FAILED = 3  # exit status of a run that must be started again without a graph
 
 
@@ -160,17 +160,9 @@ def _record(
         "plan": dataclasses.asdict(plan),
         "device": cpu if plan.device == "cpu" else torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "ndpp": ndpp.__version__},
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _digest() -> str:

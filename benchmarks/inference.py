@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ndpp
 
 from .records import append, header
+from .timing import markdown, spread, turns
 
 MODELS = {
     "resnet50": (1, 8),
@@ -62,15 +62,16 @@ def measure(name: str, batch: int, options: argparse.Namespace) -> None:
     variants = {"plain": fused(model), "converted": converted, "folded": folded}
     place = {"device": options.device, "dtype": dtype}
     ready = {key: m.eval().to(**place) for key, m in variants.items()}
-    times = turns(ready, x.to(**place), options.repeats)
-    base = statistics.median(times["plain"])
-    low, _, high = statistics.quantiles(times["plain"], n=4)
-    ratio = {key: statistics.median(t) / base for key, t in times.items() if key != "plain"}
-    spread = 100 * (high - low) / base
+    x = x.to(**place)
+    calls = {key: partial(m, x) for key, m in ready.items()}
+    with torch.inference_mode():
+        times = turns(calls, 20 if x.is_cuda else 1, options.repeats, options.device, warmup=2)
+    base, iqr = spread(times["plain"])
+    ratio = {key: spread(t)[0] / base for key, t in times.items() if key != "plain"}
     cells = f"{ratio['converted']:>11.2f}{ratio['folded']:>9.2f}"
-    print(f"{name:<16}{batch:>6}{1000 * base:>10.2f}{spread:>6.0f}%{cells}", flush=True)
-    result = {"model": name, "batch": batch, "size": options.size, "dtype": options.dtype, "plain_ms": 1000 * base}
-    append(options.out, {**result, "iqr_percent": spread, "ratio": ratio}, options.device)
+    print(f"{name:<16}{batch:>6}{base:>10.2f}{iqr:>6.0f}%{cells}", flush=True)
+    result = {"model": name, "batch": batch, "size": options.size, "dtype": options.dtype, "plain_ms": base}
+    append(options.out, {**result, "iqr_percent": iqr, "ratio": ratio}, options.device)
 
 
 def fused(model: nn.Module) -> nn.Module:
@@ -87,26 +88,9 @@ def fused(model: nn.Module) -> nn.Module:
             return model
 
 
-@torch.inference_mode()
-def turns(models: dict[str, nn.Module], x: Tensor, repeats: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in models}
-    inner = 20 if x.is_cuda else 1
-    for repeat in range(-2, repeats):
-        for name, model in models.items():
-            start = time.perf_counter()
-            for _ in range(inner):
-                model(x)
-            if x.is_cuda:
-                torch.cuda.synchronize()
-            if repeat >= 0:  # the first rounds are warm-up
-                times[name].append((time.perf_counter() - start) / inner)
-    return times
-
-
 def table(records: list[dict[str, Any]]) -> str:
-    lines = ["| model | batch | device | plain ms | converted | folded |", "|---|---|---|---|---|---|"]
+    rows = []
     for r in records:
-        device = f"{r['device']}, {r['dtype']}"
-        ratio = f"{r['ratio']['converted']:.2f} | {r['ratio']['folded']:.2f}"
-        lines.append(f"| {r['model']} | {r['batch']} | {device} | {r['plain_ms']:.1f} | {ratio} |")
-    return "\n".join(lines)
+        ratio = [f"{r['ratio'][key]:.2f}" for key in ("converted", "folded")]
+        rows.append([r["model"], str(r["batch"]), f"{r['device']}, {r['dtype']}", f"{r['plain_ms']:.1f}", *ratio])
+    return markdown(("model", "batch", "device", "plain ms", "converted", "folded"), rows)

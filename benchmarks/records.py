@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,21 @@ def source() -> str:
     return digest.hexdigest()[:12]
 
 
+def commit() -> str | None:
+    """As git describes it, where there is git and a repository."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def append(out: Path | None, record: dict[str, Any], device: str) -> None:
     """One JSON line; nothing without a file."""
     if out is None:
         return
-    stamp = {"torch": torch.__version__, "ndpp": ndpp.__version__, "device": device_name(device), "source": source()}
+    versions = {"torch": torch.__version__, "ndpp": ndpp.__version__, "device": device_name(device)}
+    stamp = {**versions, "source": source(), "commit": commit()}
     stamp["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:

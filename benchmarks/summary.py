@@ -10,10 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import adoption, inference, runs, sweep
+from . import adoption, growth, inference, layer, runs, solver, step, sweep
 
 # By a key of their records.
-TABLES = {"fold_error": sweep.table, "ratio": inference.table, "method": adoption.table, "curve": runs.table}
+TABLES = {
+    "baseline": step.table,
+    "added_ms": growth.table,
+    "shape": layer.table,
+    "residual": solver.table,
+    "fold_error": sweep.table,
+    "ratio": inference.table,
+    "method": adoption.table,
+    "curve": runs.table,
+}
 Record = dict[str, Any]
 HEADER = ("config", "seeds", "final %", "± std", "epoch 1", "epoch 3", "train loss", "ms/step", "how", "note")
 WORDS = ("config", "how", "note")  # columns that are not numbers

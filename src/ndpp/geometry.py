@@ -154,23 +154,38 @@ def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -
         picks[max(room, key=lambda i: counts[i] / picks[i])] += 1
 
 
-def choose(batch: int, phase: Phase, budget: tuple[int, ...], device: torch.device) -> Sample:
+def draw(batch: int, phase: Phase, budget: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """Random offsets (1 + axes, samples) in [0, 1) for `choose`, from torch's generator; None if nothing is sampled.
+
+    Activation checkpointing replays that generator, and so looks at the same rows again.
+    """
+    if budget == (batch, *(axis.count for axis in phase)):
+        return None
+    return torch.rand(len(budget), budget[0], device=device)
+
+
+def choose(
+    batch: int, phase: Phase, budget: tuple[int, ...], device: torch.device, draws: Tensor | None = None
+) -> Sample:
     """A grid in every sample, with a random offset of its own per sample and axis.
 
     Every position is equally likely, so borders come in their true proportion; a grid in each axis cannot alias with
-    the width of the input. Offsets come from torch's generator, which activation checkpointing replays.
+    the width of the input.
     """
     samples, *picks = budget
+    draws = draw(batch, phase, budget, device) if draws is None else draws
     chosen = None
     if samples < batch:  # one from each stratum: no period of the batch can hide from it
-        chosen = _spread(torch.arange(samples, device=device) + torch.rand(samples, device=device), batch, samples)
+        assert draws is not None
+        chosen = _spread(torch.arange(samples, device=device) + draws[0], batch, samples)
     positions = []
-    for axis, pick in zip(phase, picks, strict=True):
+    for number, (axis, pick) in enumerate(zip(phase, picks, strict=True), start=1):
         steps = torch.arange(pick, device=device)
         if pick == axis.count:
             positions.append(steps[None])
         else:
-            positions.append(_spread(steps + torch.rand(samples, 1, device=device), axis.count, pick))
+            assert draws is not None
+            positions.append(_spread(steps + draws[number][:, None], axis.count, pick))
     return Sample(chosen, tuple(positions), (samples, *picks))
 
 

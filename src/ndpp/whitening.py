@@ -173,7 +173,7 @@ def inverse_sqrt(a: Tensor, *, solver: str, steps: int) -> Tensor:
     if solver == "eigh":
         root: Tensor = _EighInverseSqrt.apply(a)[0]
         return root
-    coefficients = ((1.5, -0.5),) * steps if solver == "newton" else minimax_coefficients(steps)
+    coefficients = newton_coefficients(solver, steps)
     peak = magnitude(a, (-2, -1))
     norm = (a / peak).square().sum((-2, -1), keepdim=True)
     present = norm > 0
@@ -192,6 +192,45 @@ def _coupled_newton(m: Tensor, coefficients: Sequence[tuple[float, float]]) -> T
             m = t @ t @ m
     assert x is not None
     return x
+
+
+def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int) -> Tensor:
+    """The gradient that reaches A from that of `inverse_sqrt`, by hand: the adjoint of the truncated iteration.
+
+    The result is a polynomial of A, whose derivative is self-adjoint: the iteration run on (M, dM) side by side, with
+    the gradient in the place of dM, is its own adjoint. Every product of it is symmetric.
+    """
+    grad = (grad + grad.mT) / 2
+    if solver == "eigh":
+        _, root, eigenvalues, vectors = _EighInverseSqrt.forward(a)
+        return _eigh_adjoint(root, eigenvalues, vectors, grad)
+    peak = magnitude(a, (-2, -1))
+    norm = (a / peak).square().sum((-2, -1), keepdim=True)
+    present = norm > 0
+    norm = torch.where(present, norm, 1.0).sqrt() * peak
+    m, dm = a / norm, grad * norm.rsqrt()
+    start, g = m, grad
+    x, dx = None, None
+    coefficients = newton_coefficients(solver, steps)
+    for step, (alpha, beta) in enumerate(coefficients):
+        if x is None or dx is None:
+            x, dx = beta * m, beta * dm
+            x.diagonal(dim1=-2, dim2=-1).add_(alpha)
+        else:
+            x, dx = alpha * x + beta * (x @ m), alpha * dx + beta * (dx @ m + x @ dm)
+        if step + 1 < len(coefficients):
+            p = torch.baddbmm(m, m, m, beta=alpha, alpha=beta)
+            k = m @ dm
+            dp = alpha * dm + beta * (k + k.mT)
+            m, dm = (
+                torch.baddbmm(p, m, p, beta=alpha, alpha=beta),
+                alpha * dp + beta * (dm @ p + m @ dp),
+            )
+    assert x is not None
+    assert dx is not None
+    # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
+    along = -(dx * start).sum((-2, -1), keepdim=True) - (g * x).sum((-2, -1), keepdim=True) * norm.rsqrt() / 2
+    return torch.where(present, dx / norm + start * (along / norm), 0.0)
 
 
 class _EighInverseSqrt(torch.autograd.Function):
@@ -218,17 +257,22 @@ class _EighInverseSqrt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
         root, eigenvalues, vectors = ctx.saved_tensors
-        r_i, r_j = root[..., :, None], root[..., None, :]
-        l_i, l_j = eigenvalues[..., :, None], eigenvalues[..., None, :]
-        kept = (r_i > 0) & (r_j > 0)
-        either = (r_i > 0) ^ (r_j > 0)
-        both = -r_i * r_j * (r_i * r_j / torch.where(kept, r_i + r_j, 1.0))
-        difference = torch.where(
-            kept, both, torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0)
-        )
-        symmetric = (grad + grad.mT) / 2
-        gradient: Tensor = vectors @ (vectors.mT @ symmetric @ vectors * difference) @ vectors.mT
-        return gradient
+        return _eigh_adjoint(root, eigenvalues, vectors, (grad + grad.mT) / 2)
+
+
+def _eigh_adjoint(root: Tensor, eigenvalues: Tensor, vectors: Tensor, grad: Tensor) -> Tensor:
+    r_i, r_j = root[..., :, None], root[..., None, :]
+    l_i, l_j = eigenvalues[..., :, None], eigenvalues[..., None, :]
+    kept = (r_i > 0) & (r_j > 0)
+    either = (r_i > 0) ^ (r_j > 0)
+    both = -r_i * r_j * (r_i * r_j / torch.where(kept, r_i + r_j, 1.0))
+    difference = torch.where(kept, both, torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0))
+    return vectors @ (vectors.mT @ grad @ vectors * difference) @ vectors.mT
+
+
+def newton_coefficients(solver: str, steps: int) -> tuple[tuple[float, float], ...]:
+    """(α, β) of each step T = αI + βM."""
+    return ((1.5, -0.5),) * steps if solver == "newton" else minimax_coefficients(steps)
 
 
 @functools.cache

@@ -1,0 +1,181 @@
+"""The speed commands on tiny sizes: they run, and what they record is complete and finite. Never a time."""
+
+import argparse
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from benchmarks import __main__ as commands
+from benchmarks import guard, layer, solver, step, summary, timing, workloads
+from torch import nn
+
+import ndpp
+
+Record = dict[str, Any]
+
+
+def run(name: str, arguments: str, folder: Path) -> list[Record]:
+    """Records of a command, which `summary` must be able to show, too."""
+    module = commands.COMMANDS[name]
+    out = folder / f"{name}.jsonl"
+    parser = argparse.ArgumentParser()
+    module.arguments(parser)
+    common = f"--device cpu --unchecked --steps 1 --repeats 2 --out {out}"
+    module.main(parser.parse_args([*arguments.split(), *common.split()]))
+    summary.main(argparse.Namespace(files=[out], markdown=True))
+    records: list[Record] = summary.read([out])
+    assert all(record["checked"] is False for record in records)
+    for record in records:
+        json.dumps(record, allow_nan=False)
+    return records
+
+
+TINY = "--model resnet18 --size 32 --batch 2 --dtype fp32 --warmup 1"
+
+
+def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(workloads.SETTINGS, "nd", ndpp.Settings(block=8, rows=32, steps=1))  # quick
+    records = run("step", f"{TINY} --variants bn,none,nd --profile {tmp_path}", tmp_path)
+    assert "unchecked" in capsys.readouterr().out.splitlines()[0]
+    assert [record["variant"] for record in records] == ["bn", "none", "nd"]
+    assert records[0]["ratio"] == 1
+    for record in records:
+        assert record["finite"]
+        assert record["ms"] > 0
+        assert record["ratio"] > 0
+        assert record["kernels"] > 0
+        for ending in ("json", "txt"):
+            assert (tmp_path / f"resnet18-{record['variant']}-eager.{ending}").stat().st_size > 0
+
+
+def test_a_variant_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module, variant: str) -> None:
+        if variant == "none":
+            raise RuntimeError("first line\nlast line")
+
+    monkeypatch.setattr(workloads, "apply_", refuse)
+    records = run("step", f"{TINY} --variants bn,none", tmp_path)
+    assert records[0]["ratio"] == 1
+    assert records[1]["error"] == "RuntimeError: last line"
+
+
+def test_a_call_that_fails_in_its_turn_drops_out() -> None:
+    def refuse() -> None:
+        raise RuntimeError("no")
+
+    errors: dict[str, str] = {}
+    times = timing.turns({"bad": refuse, "good": lambda: None}, 1, 3, "cpu", errors=errors)
+    assert errors == {"bad": "RuntimeError: no"}
+    assert len(times["good"]) == 3
+    with pytest.raises(RuntimeError):
+        timing.turns({"bad": refuse}, 1, 3, "cpu")
+
+
+@pytest.mark.parametrize("variant", workloads.VARIANTS)
+def test_every_variant_is_what_it_is_called(variant: str) -> None:
+    model = workloads.WORKLOADS["resnet18"].model(variant, (32, 32), "cpu")
+    kinds = Counter(type(module).__name__ for module in model.modules())
+    expected = {"bn": "BatchNorm2d", "none": "Identity", "gn": "GroupNorm", "ln": "GroupNorm", "iternorm": "IterNorm"}
+    assert variant not in expected or kinds[expected[variant]] == 20
+    assert kinds["BatchNorm2d"] == (20 if variant == "bn" else 0)
+    convolution: Any = model.conv1
+    assert isinstance(convolution, ndpp.Conv2d) == (variant in workloads.SETTINGS)
+    assert getattr(convolution, "settings", None) == workloads.SETTINGS.get(variant)
+    assert model.training
+    assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_mask_rcnn_is_frozen_and_trains_all_layers() -> None:
+    model = workloads.WORKLOADS["maskrcnn"].build((96, 128))
+    kinds = Counter(type(module).__name__ for module in model.modules())
+    assert kinds["FrozenBatchNorm2d"] == 53
+    assert kinds["BatchNorm2d"] == 0
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(SystemExit, match="bn, none"):
+        step.chosen("bn,batchnorm", workloads.VARIANTS)
+    assert step.size("800x1333") == (800, 1333)
+    assert step.size("224") == (224, 224)
+
+
+def test_layer(tmp_path: Path) -> None:
+    names = "1×1/1 64→64*,linear 768→768*".replace(" ", "?")
+    records = run("layer", f"--layers {names} --batch 2 --shrink 14 --dtype fp32 --variants nd,nd-l1", tmp_path)
+    assert [record["shape"] for record in records] == ["1×1/1 64→64 4²", "linear 768→768 ×14"]
+    for record in records:
+        for what in layer.PASSES:
+            assert record[what]["plain"]["ratio"] == 1
+            assert record[what]["nd-l1"]["ms"] > 0
+
+
+def test_layers_are_those_of_the_networks() -> None:
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        kernel, stride = module.kernel_size[0], module.stride[0]
+        seen[module.in_channels, module.out_channels, kernel, stride, args[0].shape[-1], module.padding[0]] += 1
+
+    with torch.device("meta"):
+        model = torchvision.models.resnet50()
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(look)
+        model(torch.empty(1, 3, 224, 224))
+        vit = torchvision.models.vit_b_16()
+    table = {(s.inputs, s.outputs, s.kernel, s.stride, s.side, s.padding): s.times for s in layer.RESNET50}
+    assert seen == table
+    matrices = Counter(tuple(p.shape) for name, p in vit.named_parameters() if p.dim() == 2)
+    assert matrices == {(s.outputs, s.inputs): s.times for s in layer.VIT_B_16 if s.kernel == 0}
+
+
+def test_graphs_need_a_gpu(tmp_path: Path) -> None:
+    for name in ("layer", "growth"):
+        with pytest.raises(SystemExit, match="CUDA"):
+            run(name, "--graph", tmp_path)
+
+
+def test_solver(tmp_path: Path) -> None:
+    records = run("solver", "--sizes 16 --conditions 1e1,1e3 --iterations 1,8", tmp_path)
+    assert len(records) == 2 * 5
+    best = {(r["condition"], r["solver"], r["steps"]): r for r in records}
+    assert best[10.0, "eigh", None]["residual"] < 1e-5
+    assert best[10.0, "eigh", None]["distance"] < 1e-5
+    assert best[1000.0, "newton", 1]["residual"] > best[1000.0, "newton", 8]["residual"]
+    assert best[1000.0, "newton", 8]["products"] == 21
+
+
+def test_the_spectrum_is_what_was_asked_for() -> None:
+    eigenvalues = torch.linalg.eigvalsh(solver.power_law(20, 1e4))
+    assert float(eigenvalues[-1]) == pytest.approx(1)
+    assert float(eigenvalues[0]) == pytest.approx(1e-4)
+
+
+def test_growth(tmp_path: Path) -> None:
+    sizes = "--sizes 4,8 --batch 2 --batches 2,3,4 --side 4 --channels 8 --dtype fp32"
+    records = run("growth", sizes, tmp_path)
+    assert [(r["grows"], r["batch"], r["side"]) for r in records] == [
+        *(("size", 2, side) for side in (4, 8)),
+        *(("batch", batch, 4) for batch in (2, 3, 4)),
+    ]
+    for record in records:
+        assert record["added_ms"] == pytest.approx(record["ms"] - record["plain_ms"])
+        assert math.isfinite(record["to_first"])
+
+
+@pytest.mark.parametrize(("body", "green"), [("pass", True), ("assert False, 'red'", False), ("skip()", False)])
+def test_no_times_while_tests_are_red(body: str, green: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(f"from pytest import skip\ndef test_it():\n    {body}\n")
+    monkeypatch.setattr(guard, "TESTS", str(file))
+    if green:
+        guard.require_green("cpu")
+    else:
+        with pytest.raises(SystemExit, match="no times"):
+            guard.require_green("cpu")
