@@ -12,8 +12,12 @@ from torch.autograd import gradcheck
 import ndpp
 from cases import CASES, Case
 from ndpp import geometry as geo
-from ndpp import masking
+from ndpp import masking, sampling
+from ndpp import rows as rows_
 from oracles import data_matrix
+
+CPU = torch.device("cpu")
+DRAWS = sampling.draw(CPU)
 
 
 def grid_of(layer: torch.nn.Module, sizes: tuple[int, ...]) -> geo.Grid:
@@ -40,11 +44,11 @@ def test_rows_are_the_data_matrix(case: Case) -> None:
     for phase in grid.phases:
         if not grid.positions(phase):
             continue
-        sample = geo.choose(x.shape[0], phase, geo.row_budget(x.shape[0], phase, None, None), x.device)
+        sample = sampling.choose(x.shape[0], phase, sampling.row_budget(x.shape[0], phase, None, None), DRAWS)
         own = grid.taps(phase, x.device).tolist()
         rows = torch.zeros(x.shape[0] * grid.positions(phase), groups * channels, taps, dtype=x.dtype)
         if own:
-            rows[:, :, own] = geo.patches(flat, phase, sample, getattr(layer, "padding_mode", "zeros"))
+            rows[:, :, own] = rows_.patches(flat, phase, sample, getattr(layer, "padding_mode", "zeros"))
         found.append(rows)
     got = torch.cat(found)
     assert got.shape == everything.shape
@@ -61,7 +65,7 @@ def test_rows_are_the_data_matrix(case: Case) -> None:
 )
 def test_row_budget_is_kept_and_well_spent(batch: int, counts: list[int], rows: int) -> None:
     phase = tuple(geo.Axis(c, c) for c in counts)
-    picks = geo.row_budget(batch, phase, rows, None)
+    picks = sampling.row_budget(batch, phase, rows, None)
     total = batch * math.prod(counts)
     assert all(1 <= p <= c for p, c in zip(picks, (batch, *counts), strict=True))
     assert math.prod(picks) <= max(rows, 1)
@@ -73,7 +77,7 @@ def test_row_budget_is_kept_and_well_spent(batch: int, counts: list[int], rows: 
 
 def test_stride_samples_both_directions() -> None:
     phase = (geo.Axis(10, 10), geo.Axis(7, 7))
-    assert geo.row_budget(4, phase, None, 3) == (4, 4, 3)
+    assert sampling.row_budget(4, phase, None, 3) == (4, 4, 3)
 
 
 @pytest.mark.parametrize(("rows", "stride"), [(None, 3), (256, None), (64, None)])
@@ -86,7 +90,7 @@ def test_every_position_is_sampled_in_its_true_proportion(
     phase = tuple(geo.Axis(s, s) for s in size)
     counts = torch.zeros(size)
     for _ in range(60):
-        sample = geo.choose(batch, phase, geo.row_budget(batch, phase, rows, stride), torch.device("cpu"))
+        sample = sampling.choose(batch, phase, sampling.row_budget(batch, phase, rows, stride), sampling.draw(CPU))
         at = [p.expand(sample.size[0], -1) for p in sample.positions]
         index = at[0][:, :, None] * size[1] + at[1][:, None, :]
         counts += torch.bincount(index.flatten(), minlength=counts.numel()).reshape(size)
@@ -115,15 +119,15 @@ def test_deterministic_gather_is_the_same_gather() -> None:
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 def test_patches_gradient(mode: str, rows: int | None) -> None:
     (phase,) = geo.conv_grid((5, 4), (3, 2), (2, 1), [(1, 1), (1, 0)], (1, 2)).phases
-    sample = geo.choose(3, phase, geo.row_budget(3, phase, rows, None), torch.device("cpu"))
+    sample = sampling.choose(3, phase, sampling.row_budget(3, phase, rows, None), DRAWS)
     x = torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda x: geo.patches(x, phase, sample, mode), (x,))
+    assert gradcheck(lambda x: rows_.patches(x, phase, sample, mode), (x,))
 
 
 def test_subsampled_batches_do_not_alias() -> None:
     """Rows that repeat with a period: every residue is drawn."""
     phase = (geo.Axis(1, 1),)
-    sample = geo.choose(8192, phase, (64, 1), torch.device("cpu"))
+    sample = sampling.choose(8192, phase, (64, 1), DRAWS)
     assert len(set((sample.samples % 128).tolist())) > 30
     assert (sample.samples.diff() > 0).all()
 
@@ -205,8 +209,8 @@ def test_a_padded_sample_has_the_rows_of_the_sample_alone(case: Case, from_left:
     counted = 0
     for phase in whole.phases:
         if whole.positions(phase):
-            sample = geo.choose(1, phase, geo.row_budget(1, phase, None, None), valid.device)
-            counted += int(geo.row_weights(valid, phase, sample).sum())
+            sample = sampling.choose(1, phase, sampling.row_budget(1, phase, None, None), DRAWS)
+            counted += int(rows_.row_weights(valid, phase, sample).sum())
     assert counted == sum(alone.positions(p) for p in alone.phases)
 
 

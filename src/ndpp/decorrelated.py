@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,21 +13,14 @@ import torch
 from torch import Tensor
 
 from . import masking, whitening
-from .geometry import (
-    Grid,
-    Layout,
-    Phase,
-    Sample,
-    choose,
-    every,
-    matrix_weight,
-    patches,
-    row_budget,
-    row_weights,
-    weight_matrix,
-)
+from . import kernels
+from .geometry import Grid, Layout, Phase, matrix_weight, weight_matrix
+from .kernels import Plan
+from .rows import patches, row_weights
+from .sampling import Sample, choose, draw, every, row_budget
 from .settings import Settings
 from .statistics import RunningMoments
+from .transform import Again, Transform, axes_of, declines, plan_key
 from .whitening import Moments
 
 ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
@@ -39,6 +33,10 @@ class Rows(NamedTuple):
     weight: Tensor | None  # (n,), under a mask
     positions: Tensor  # ()
     taps: Tensor  # where they stand among all taps of the kernel
+
+
+Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
+"""Of a training call: input, weight and bias for the stock operation, gain, moments, and if a backward pass follows."""
 
 
 class Decorrelated(RunningMoments):
@@ -65,7 +63,19 @@ class Decorrelated(RunningMoments):
         self.settings = settings if settings is not None else Settings()
         block = self.settings.block if self.settings.block is not None else self._default_block
         self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
+        self._planned()
         self._register_moments(like.device, like.dtype)
+
+    def _planned(self) -> None:
+        """Say what calls will do; again whenever the settings change."""
+        s = self.settings
+        scale = s.scale, s.scale_eps, s.scale_positions
+        solver = s.solver, s.steps, s.eps, s.shrinkage
+        sampling = s.rows, None if self._per_row_scale else s.stride
+        mode = getattr(self, "padding_mode", "zeros")
+        self._plan = Plan(self.layout, self._transposed, self._per_row_scale, mode, *scale, *solver, *sampling)
+        self._plan_unscaled = dataclasses.replace(self._plan, scale="none")
+        self._plan_key, self._plan_unscaled_key = plan_key(self._plan), plan_key(self._plan_unscaled)
 
     def _decorrelate(self, settings: Settings | None) -> None:
         """Make an initialised stock layer, whose class has just become this one, decorrelate."""
@@ -92,21 +102,18 @@ class Decorrelated(RunningMoments):
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
         narrow = _runs_in_float16(x)
+        batch, gain, awaits_backward = None, None, False
         with _no_autocast(x.device.type):
-            x, gain = self._scaled(x, valid, narrow)
-            batch, awaits_backward = None, False
             if self._collecting is not None and x.numel() > 0:
+                x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self.training and not self.settings.freeze and x.numel() > 0:
                 if self.settings.nonfinite == "raise":
                     x = self._finite(x, valid)
-                phases = [phase for phase in grid.phases if grid.positions(phase)]
-                batch = self._batch_moments([self._rows(x, gain, grid, phase, valid) for phase in phases])
-                stats = self._usable(batch)
-                weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
-                if not _is_recomputation():
-                    bias, awaits_backward = self._end_step_after(bias)
+                through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
+                x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow)
             else:
+                x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
             y = operation(x, weight, bias)
@@ -116,6 +123,47 @@ class Decorrelated(RunningMoments):
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
             self._observe(batch, awaits_backward)
         return y
+
+    def _transformed(
+        self, x: Tensor, grid: Grid, weight: Tensor, bias: Tensor | None, valid: Tensor | None, narrow: bool
+    ) -> Trained:
+        """A training call as one node of the graph."""
+        plan, key = self._plan, self._plan_key
+        if plan.scale != "none" and (narrow or plan.scale == "standardize"):
+            x, _ = self._scaled(x, valid, narrow)
+            plan, key = self._plan_unscaled, self._plan_unscaled_key
+        draws = draw(x.device)
+        again, awaits_backward = None, torch.is_grad_enabled() and not _is_recomputation()
+        if not torch.compiler.is_compiling():
+            token = self._begin_call(awaits_backward)
+
+            def once_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+                gain = kernels.scale(x, plan) if plan.scale != "none" else None
+                stats = self._usable(self._batch_moments([self._rows(x, gain, grid, grid.phases[0], None, draws)]))
+                return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
+
+            again = Again(once_more, token)
+        running = self.running_mean, self.running_cov, self.num_batches_tracked
+        x, weight, bias, *batch = Transform.apply(
+            x, weight, bias, draws, *running, self.step_rows, tuple(axes_of(grid)), key, plan, again
+        )
+        gain = batch[4] if plan.scale != "none" else None
+        return x, weight, bias, gain, Moments(*batch[:4]), awaits_backward and bias.requires_grad
+
+    def _recorded(
+        self, x: Tensor, grid: Grid, weight: Tensor, bias: Tensor | None, valid: Tensor | None, narrow: bool
+    ) -> Trained:
+        """A training call as plain operations, which autograd records."""
+        x, gain = self._scaled(x, valid, narrow)
+        phases = [phase for phase in grid.phases if grid.positions(phase)]
+        draws = draw(x.device)
+        batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, draws) for phase in phases])
+        stats = self._usable(batch)
+        weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
+        awaits_backward = False
+        if not _is_recomputation():
+            bias, awaits_backward = self._end_step_after(bias)
+        return x, weight, bias, gain, batch, awaits_backward
 
     def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
         """A function of the input, whose errors come under the name of this layer."""
@@ -154,14 +202,18 @@ class Decorrelated(RunningMoments):
 
     def _scaled(self, x: Tensor, valid: Tensor | None, narrow: bool) -> tuple[Tensor, Tensor | None]:
         """The input, and a gain for the output where scale commutes with the layer and its range allows."""
-        inside = None if valid is None or self._per_row_scale else valid[:, None]
+        inside = inside_part = None
+        if valid is not None and not self._per_row_scale:
+            inside = valid[:, None]
         if inside is not None:  # the layer pads with zeros, and so must batching: a sample is what it is alone
             x = torch.where(inside, x, 0.0)
         mode = self.settings.scale
         if mode == "none" or x.numel() == 0:
             return x, None
-        dim = (1,) if self._per_row_scale else tuple(range(1, x.dim()))
-        center, gain = whitening.sample_scale(x, mode, dim, inside, self.settings.scale_eps)
+        part, dim = kernels.scaled_part(x, self._plan)
+        if inside is not None:
+            inside_part = kernels.scaled_part(inside, self._plan)[0]
+        center, gain = whitening.sample_scale(part, mode, dim, inside_part, self.settings.scale_eps)
         if mode != "standardize" and not narrow:
             return x, gain
         scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
@@ -169,14 +221,16 @@ class Decorrelated(RunningMoments):
 
     # --- μ and Cov ---
 
-    def _rows(self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None) -> Rows:
+    def _rows(
+        self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None, draws: Tensor
+    ) -> Rows:
         """The rows of S·X in one phase that this call looks at."""
         positions = x.shape[0] * grid.positions(phase)
         rows = self.settings.rows
         if rows is not None and len(grid.phases) > 1:  # each phase has its share
             rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
         stride = None if self._per_row_scale else self.settings.stride
-        sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), x.device)
+        sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), draws)
         return self._rows_at(x, gain, grid, phase, valid, sample, positions)
 
     def _rows_at(
@@ -284,8 +338,7 @@ class Decorrelated(RunningMoments):
 
     def _usable(self, batch: Moments) -> Moments:
         """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
-        usable = batch.rows > 0
-        return Moments(*(torch.where(usable, b, r) for b, r in zip(batch, self._running(), strict=True)))
+        return kernels.usable(batch, self.running_mean, self.running_cov, self.num_batches_tracked, self._plan)
 
     # --- D·W ---
 
@@ -293,16 +346,7 @@ class Decorrelated(RunningMoments):
         self, d: Tensor, mean: Tensor, unit: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """D·W and b - μ·D·W, in the dtype of the weight."""
-        groups, taps = self.layout.groups, self.layout.taps
-        matrix = weight_matrix(weight.to(d.dtype), groups, self._transposed)
-        folded, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
-        for d_part, mean_part, blocks in self.layout.split(d, mean, matrix):
-            product, constant = whitening.fold(d_part, mean_part, blocks)
-            folded.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
-            shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
-        product = matrix_weight(torch.cat(folded, 1) / unit, weight, self._transposed)
-        constant = -shift.flatten() if bias is None else bias.to(d.dtype) - shift.flatten()
-        return product.to(weight.dtype), constant.to(weight.dtype)
+        return kernels.folded(d, Moments(unit, mean, d, unit), weight, bias, self._plan)
 
     def _unfolded(
         self, d: Tensor, mean: Tensor, unit: Tensor, weight: Tensor, bias: Tensor | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -118,173 +117,6 @@ def transposed_grid(
     return Grid(tuple(itertools.product(*choices)), tuple(kernel))
 
 
-# --- sampling ---
-
-
-class Sample(NamedTuple):
-    """Chosen rows of one phase: which samples of the batch, and per axis which positions (1 or samples, positions)."""
-
-    samples: Tensor | None
-    positions: tuple[Tensor, ...]
-    size: tuple[int, ...]  # samples, then positions along each axis
-
-
-def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -> tuple[int, ...]:
-    """How many samples, and how many positions along each axis, to look at."""
-    counts = [axis.count for axis in phase]
-    if stride is not None:
-        return (batch, *(-(-count // stride) for count in counts))
-    if rows is None or batch * math.prod(counts) <= rows:
-        return (batch, *counts)
-    if rows <= batch:
-        return (rows, *(1 for _ in counts))
-    # A compiler that takes the sizes for symbols must not carry them through what follows: one graph for each size.
-    batch, counts = operator.index(batch), [operator.index(count) for count in counts]
-    each = left = rows // batch
-    picks = [1] * len(counts)
-    order = sorted(range(len(counts)), key=lambda i: counts[i])
-    for done, i in enumerate(order):  # the same ratio along every axis, where the short ones have that much to give
-        ratio = (left / math.prod([counts[j] for j in order[done:]])) ** (1 / (len(order) - done))
-        picks[i] = min(max(int(counts[i] * ratio), 1), counts[i])
-        left = max(left // picks[i], 1)
-    while True:  # spend what rounding left over where the grid is coarsest
-        room = [i for i, p in enumerate(picks) if p < counts[i] and math.prod(picks) // p * (p + 1) <= each]
-        if not room:
-            return (batch, *picks)
-        picks[max(room, key=lambda i: counts[i] / picks[i])] += 1
-
-
-def draw(batch: int, phase: Phase, budget: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Random offsets (1 + axes, samples) in [0, 1) for `choose`, from torch's generator; None if nothing is sampled.
-
-    Activation checkpointing replays that generator, and so looks at the same rows again.
-    """
-    if budget == (batch, *(axis.count for axis in phase)):
-        return None
-    return torch.rand(len(budget), budget[0], device=device)
-
-
-def choose(
-    batch: int, phase: Phase, budget: tuple[int, ...], device: torch.device, draws: Tensor | None = None
-) -> Sample:
-    """A grid in every sample, with a random offset of its own per sample and axis.
-
-    Every position is equally likely, so borders come in their true proportion; a grid in each axis cannot alias with
-    the width of the input.
-    """
-    samples, *picks = budget
-    draws = draw(batch, phase, budget, device) if draws is None else draws
-    chosen = None
-    if samples < batch:  # one from each stratum: no period of the batch can hide from it
-        assert draws is not None
-        chosen = _spread(torch.arange(samples, device=device) + draws[0], batch, samples)
-    positions = []
-    for number, (axis, pick) in enumerate(zip(phase, picks, strict=True), start=1):
-        steps = torch.arange(pick, device=device)
-        if pick == axis.count:
-            positions.append(steps[None])
-        else:
-            assert draws is not None
-            positions.append(_spread(steps + draws[number][:, None], axis.count, pick))
-    return Sample(chosen, tuple(positions), (samples, *picks))
-
-
-def every(batch: int, phase: Phase, most: int, device: torch.device) -> list[Sample]:
-    """All rows of a phase, about `most` at once: some samples, and of one sample some lines of the first axis."""
-    counts = [axis.count for axis in phase]
-    samples = min(max(most // max(math.prod(counts), 1), 1), batch)
-    lines = counts[0] if counts else 1
-    if samples == 1:
-        lines = min(max(most // max(math.prod(counts[1:]), 1), 1), lines)
-    chunks = []
-    rest = [torch.arange(count, device=device)[None] for count in counts[1:]]
-    for first in range(0, batch, samples):
-        chosen = torch.arange(first, min(first + samples, batch), device=device)
-        for start in range(0, counts[0] if counts else 1, lines):
-            stop = min(start + lines, counts[0] if counts else 1)
-            positions = [torch.arange(start, stop, device=device)[None], *rest] if counts else []
-            size = (len(chosen), *([stop - start, *counts[1:]] if counts else []))
-            chunks.append(Sample(None if len(chosen) == batch else chosen, tuple(positions), size))
-    return chunks
-
-
-def _spread(at: Tensor, count: int, picks: int) -> Tensor:
-    return (at * (count / picks)).long().clamp_max(count - 1)
-
-
-# --- rows ---
-
-
-def patches(x: Tensor, phase: Phase, sample: Sample, padding_mode: str = "zeros") -> Tensor:
-    """Rows (n, channels, taps) of input (batch, channels, *sizes), gathered without padding or unfolding it."""
-    if sample.samples is not None:
-        x = x.index_select(0, sample.samples)
-    flat = x.reshape(x.shape[0], x.shape[1], -1)
-    if all(axis.plain and p.shape == (1, axis.count) for axis, p in zip(phase, sample.positions, strict=True)):
-        return flat.mT.reshape(-1, x.shape[1], 1)
-    index, inside = _indices(phase, sample, padding_mode)
-    values = _gather(flat, index.reshape(index.shape[0], -1)).reshape(x.shape[0], x.shape[1], *index.shape[1:])
-    if inside is not None:
-        values = values.masked_fill(~inside[:, None], 0.0)
-    return values.transpose(1, 2).reshape(-1, x.shape[1], index.shape[2])
-
-
-def _gather(flat: Tensor, index: Tensor) -> Tensor:
-    """Positions `index` (1 or batch, n) of every channel of (batch, channels, positions)."""
-    batch, channels, size = flat.shape
-    if index.shape[0] == 1:
-        return flat.index_select(2, index[0])
-    if torch.are_deterministic_algorithms_enabled():  # the gradient of gather adds up in any order on a GPU
-        at = index + torch.arange(batch, device=index.device)[:, None] * size
-        return flat.mT.reshape(-1, channels).index_select(0, at.flatten()).reshape(batch, -1, channels).mT
-    return flat.gather(2, index[:, None].expand(-1, channels, -1))
-
-
-def _indices(phase: Phase, sample: Sample, padding_mode: str) -> tuple[Tensor, Tensor | None]:
-    """Flat input index (1 or samples, positions, taps) of every entry, and where it is inside the input."""
-    device = sample.positions[0].device
-    index = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
-    inside: Tensor | None = None
-    for axis, position in zip(phase, sample.positions, strict=True):
-        at = position[:, :, None] * axis.step + progression(axis.offsets, device)
-        if axis.overhangs and padding_mode == "zeros":
-            reached = (at >= 0) & (at < axis.size)
-            before = inside if inside is not None else torch.ones_like(index, dtype=torch.bool)
-            inside = _outer(before) & _inner(reached)
-            inside = inside.reshape(inside.shape[0], inside.shape[1] * inside.shape[2], -1)
-        elif inside is not None:
-            inside = inside.repeat_interleave(at.shape[1], 1).repeat_interleave(at.shape[2], 2)
-        index = _outer(index) * axis.size + _inner(_PADDING[padding_mode](at, axis.size))
-        index = index.reshape(index.shape[0], index.shape[1] * index.shape[2], -1)
-    return index, inside
-
-
-def _outer(t: Tensor) -> Tensor:
-    return t[:, :, None, :, None]
-
-
-def _inner(t: Tensor) -> Tensor:
-    return t[:, None, :, None, :]
-
-
-_PADDING = {
-    "zeros": lambda at, size: at.clamp(0, size - 1),
-    "replicate": lambda at, size: at.clamp(0, size - 1),
-    "circular": lambda at, size: at % size,
-    "reflect": lambda at, size: size - 1 - (size - 1 - at.abs()).abs(),
-}
-
-
-def row_weights(valid: Tensor, phase: Phase, sample: Sample) -> Tensor:
-    """Which rows (n,) count under a mask (batch, *sizes): 1.0 or 0.0."""
-    anchors = tuple(Axis(a.size, a.count, a.step, a.anchors, (0, 1)) for a in phase)
-    ends = patches(valid[:, None].float(), anchors, sample, "replicate")
-    ends = ends.reshape(ends.shape[0], *(2 for _ in phase)) if phase else ends[:, 0, 0]
-    for axis in reversed(phase):  # a window must lie within the data; one turned inside out by padding must meet it
-        ends = ends.amin(-1) if axis.anchors[0] <= axis.anchors[1] else ends.amax(-1)
-    return ends
-
-
 # --- blocks ---
 
 
@@ -322,6 +154,12 @@ class Layout:
     def widths(self) -> tuple[tuple[int, int], ...]:
         """(how many D, features of each) for every part, in the order of the statistics."""
         return tuple((self._of_own(p), (p.stop - p.start) // p.blocks * self.taps) for p in self.parts)
+
+    def feature_counts(self, device: torch.device) -> Tensor | int:
+        """Features of every block that has a D: one number, or (g,) where a last block is smaller."""
+        if len(self.parts) == 1:
+            return self.widths[0][1]
+        return torch.cat([torch.full((g,), width, device=device) for g, width in self.widths])
 
     def stack(self, rows: Tensor) -> list[Tensor]:
         """Rows (n, groups·channels, taps) as (g, n, f) for every part; shared blocks are stacked as extra rows."""

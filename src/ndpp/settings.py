@@ -29,6 +29,8 @@ class Settings:
             tensor for convolutions.
         scale_eps: added to the square of that scale (for l1 to the scale). 0 keeps scale invariance exact; norms that
             conversion replaces by a scale bring theirs.
+        scale_positions: at most about so many positions of a sample enter the scale of a convolution, on a fixed, even
+            grid: beyond, more pixels change it little and cost a pass over the input. None = all.
         block: channels (features for Linear) decorrelated together; None is 64 for convolutions and 256 for
             Linear. Larger than the layer means one block. What it does not divide is a smaller last block.
         shared: one D for all blocks of a layer, which are stacked as extra rows (the paper), or one D per block. A
@@ -52,6 +54,7 @@ class Settings:
 
     scale: Scale = "none"
     scale_eps: float = 0.0
+    scale_positions: int | None = 1024
     block: int | None = None
     shared: bool = False
     solver: Solver = "newton"
@@ -68,7 +71,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in (("scale", Scale), ("solver", Solver), ("nonfinite", NonFinite)):
             self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(map(repr, get_args(kind)))}")
-        for name in ("block", "rows", "stride"):
+        for name in ("block", "rows", "stride", "scale_positions"):
             value = getattr(self, name)
             self._require(name, value is None or (_is_int(value) and value >= 1), "None or an integer of at least 1")
         self._require("steps", _is_int(self.steps) and 1 <= self.steps <= 50, "an integer from 1 to 50")

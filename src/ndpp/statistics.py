@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
+from .kernels import Plan, root
 from .settings import Settings
-from .whitening import SMALLEST_UNIT, Moments, decorrelate, merge, statistics_dtype
+from .whitening import Moments, in_unit, merge, statistics_dtype
 
 
 class RunningMoments(nn.Module):
@@ -26,6 +27,7 @@ class RunningMoments(nn.Module):
     _version = 2  # of the state_dict; 1 is that of torch.nn's layers, which hold no statistics
 
     layout: Layout
+    _plan: Plan
     _label: str  # the layer in messages
     running_mean: Tensor  # (g, f)
     running_cov: Tensor  # (g, f, f)
@@ -53,6 +55,12 @@ class RunningMoments(nn.Module):
         if settings.sync is not False:
             warnings.warn(f"{self._label}: sync has no effect in this version of ndpp", stacklevel=3)
         self._settings = settings
+        if present is not None:
+            self._planned()
+
+    def _planned(self) -> None:
+        """Say what calls will do; the settings have changed."""
+        raise NotImplementedError
 
     def _register_moments(self, device: torch.device, dtype: torch.dtype) -> None:
         g, f = sum(g for g, _ in self.layout.widths), max(f for _, f in self.layout.widths)
@@ -78,13 +86,11 @@ class RunningMoments(nn.Module):
         """Forget all data: mean 0, covariance I, nothing tracked. Evaluation is then the stock layer."""
         for buffer in (self.running_mean, self.running_cov, self.step_mean, self.step_cov, self.step_rows):
             buffer.zero_()
-        inside = torch.arange(self.running_cov.shape[-1], device=self.running_cov.device) < self._widths()[:, None]
+        widths = self.layout.feature_counts(self.running_cov.device)
+        columns = torch.arange(self.running_cov.shape[-1], device=self.running_cov.device)
+        inside = columns < (widths if isinstance(widths, int) else widths[:, None])
         self.running_cov.diagonal(dim1=-2, dim2=-1).copy_(inside)
         self.num_batches_tracked.zero_()
-
-    def _widths(self) -> Tensor:
-        device = self.running_cov.device
-        return torch.cat([torch.full((g,), width, device=device) for g, width in self.layout.widths])
 
     # --- training ---
 
@@ -149,17 +155,22 @@ class RunningMoments(nn.Module):
             return 1.0 / t if momentum is None else torch.ones_like(t)
         return momentum / -torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
 
+    def _begin_call(self, awaits_backward: bool) -> object | None:
+        """Before a call: begin a step, unless outputs of this one still await their backward pass. Its token."""
+        if self._awaiting is None or self._awaiting() is None:
+            self._new_step()  # the last call's graph is gone, with or without a backward pass
+        if not awaits_backward:
+            return None
+        token = _Token()
+        self._awaiting = weakref.ref(token)
+        return token
+
     def _end_step_after(self, shift: Tensor) -> tuple[Tensor, bool]:
         """Let the backward pass through `shift` end the step that this call belongs to, if there will be one."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling and (self._awaiting is None or self._awaiting() is None):
-            self._new_step()  # the last call's graph is gone, with or without a backward pass
-        if not (shift.requires_grad and torch.is_grad_enabled()):
+        follows = shift.requires_grad and torch.is_grad_enabled()
+        token = None if torch.compiler.is_compiling() else self._begin_call(follows)
+        if not follows:
             return shift, False
-        token = None
-        if not compiling:
-            token = _Token()
-            self._awaiting = weakref.ref(token)
         ended: Tensor = _EndOfStep.apply(shift, self.step_rows, token)
         return ended, True
 
@@ -169,13 +180,6 @@ class RunningMoments(nn.Module):
             self.step_rows.zero_()
 
     # --- evaluation ---
-
-    def _running(self) -> Moments:
-        deviation = self.running_cov.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-        largest = torch.maximum(self.running_mean.abs(), deviation).amax((0, 1))
-        unit = largest.clamp_min(max(math.sqrt(self.settings.eps), SMALLEST_UNIT))
-        tracked = self.num_batches_tracked.to(unit.dtype)
-        return Moments(tracked, self.running_mean / unit, self.running_cov / unit / unit, unit)
 
     def _evaluation_root(self) -> tuple[Tensor, Tensor, Tensor]:
         """D, μ and their unit from the running moments, computed once for as long as the buffers are what they are."""
@@ -191,15 +195,13 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def _solve_running(self) -> tuple[Tensor, Tensor, Tensor]:
-        stats = self._running()
+        tracked = self.num_batches_tracked.to(self.running_mean.dtype)
+        stats = in_unit(tracked, self.running_mean, self.running_cov, self.settings.eps)
         return self._solve(stats), stats.mean, stats.unit
 
     def _solve(self, stats: Moments) -> Tensor:
         """D of these moments, in their unit. A layer that has seen no data is the stock layer: D = I."""
-        s = self.settings
-        d = decorrelate(stats, solver=s.solver, steps=s.steps, eps=s.eps, shrinkage=s.shrinkage, widths=self._widths())
-        identity = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) * stats.unit
-        return torch.where(stats.rows > 0, d, identity)
+        return root(stats, self._plan)
 
     # --- state ---
 

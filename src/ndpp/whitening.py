@@ -119,6 +119,14 @@ def merge(first: Moments, second: Moments) -> Moments:
     return Moments(total, torch.lerp(mean_1, mean_2, share), torch.lerp(cov_1, cov_2, share) + between, unit)
 
 
+def in_unit(rows: Tensor, mean: Tensor, cov: Tensor, eps: float) -> Moments:
+    """Moments of the data as it is, in a unit near its magnitude; √ε at least, so that ε/unit² stays in range."""
+    deviation = cov.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    largest = torch.maximum(mean.abs(), deviation).amax((0, 1))
+    unit = largest.clamp_min(max(math.sqrt(eps), SMALLEST_UNIT))
+    return Moments(rows, mean / unit, cov / unit / unit, unit)
+
+
 def assemble_phases(
     parts: Sequence[tuple[Tensor, Tensor]], taps: Sequence[Tensor], shares: Sequence[Tensor], all_taps: int
 ) -> tuple[Tensor, Tensor]:
@@ -154,24 +162,30 @@ def assemble_phases(
 # --- D ---
 
 
-def regularise(cov: Tensor, unit: Tensor, *, eps: float, shrinkage: float, widths: Tensor) -> Tensor:
+def regularise(cov: Tensor, unit: Tensor, *, eps: float, shrinkage: float, widths: Tensor | int) -> Tensor:
     """Cov + (ε + shrinkage·mean eigenvalue)·I, in the unit of Cov.
 
     ε is never below the rounding of the data: a variance that small cannot be told from none, and dividing by it would
     turn rounding errors into features, and gradients into infinities.
-    widths (g,): the features a block really has. Columns beyond are padding of a smaller last block: they stay zero,
-    and zero columns do not touch the others in any polynomial of the matrix.
+    widths (g,): the features a block really has, or one number where all have as many. Columns beyond are padding of a
+    smaller last block: they stay zero, and zero columns do not touch the others in any polynomial of the matrix.
     """
-    absolute = (math.sqrt(eps) / unit).clamp_min(torch.finfo(cov.dtype).eps).square()
-    relative = shrinkage * cov.diagonal(dim1=-2, dim2=-1).sum(-1) / widths
-    inside = torch.arange(cov.shape[-1], device=cov.device) < widths[:, None]
-    return cov + torch.diag_embed((absolute + relative)[:, None] * inside)
+    ridge = (math.sqrt(eps) / unit).clamp_min(torch.finfo(cov.dtype).eps).square()
+    if shrinkage:
+        ridge = ridge + shrinkage * cov.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) / _column(widths)
+    if isinstance(widths, Tensor):
+        ridge = ridge * (torch.arange(cov.shape[-1], device=cov.device) < widths[:, None])
+    return cov + torch.diag_embed(ridge.expand(cov.shape[:-1]))
+
+
+def _column(widths: Tensor | int) -> Tensor | int:
+    return widths[:, None] if isinstance(widths, Tensor) else widths
 
 
 def inverse_sqrt(a: Tensor, *, solver: str, steps: int) -> Tensor:
     """A^(-1/2) of symmetric positive semi-definite A (g, f, f). Zero for A = 0: no variance, nothing to amplify."""
     if solver == "eigh":
-        root: Tensor = _EighInverseSqrt.apply(a)[0]
+        root: Tensor = EighRoot.apply(a)[0]
         return root
     coefficients = newton_coefficients(solver, steps)
     peak = magnitude(a, (-2, -1))
@@ -183,57 +197,20 @@ def inverse_sqrt(a: Tensor, *, solver: str, steps: int) -> Tensor:
 
 def _coupled_newton(m: Tensor, coefficients: Sequence[tuple[float, float]]) -> Tensor:
     """X ← X·T, M ← T²·M with T = αI + βM, from X = I: 3k - 3 products, as neither X₀·T nor the last M is needed."""
-    identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     x: Tensor | None = None
     for step, (alpha, beta) in enumerate(coefficients):
-        t = alpha * identity + beta * m
-        x = t if x is None else x @ t
+        if x is None:
+            x = torch.diag_embed(torch.full_like(m[..., 0], alpha)) + beta * m
+        else:
+            x = torch.baddbmm(x, x, m, beta=alpha, alpha=beta)
         if step + 1 < len(coefficients):
-            m = t @ t @ m
+            p = torch.baddbmm(m, m, m, beta=alpha, alpha=beta)  # T·M
+            m = torch.baddbmm(p, m, p, beta=alpha, alpha=beta)
     assert x is not None
     return x
 
 
-def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int) -> Tensor:
-    """The gradient that reaches A from that of `inverse_sqrt`, by hand: the adjoint of the truncated iteration.
-
-    The result is a polynomial of A, whose derivative is self-adjoint: the iteration run on (M, dM) side by side, with
-    the gradient in the place of dM, is its own adjoint. Every product of it is symmetric.
-    """
-    grad = (grad + grad.mT) / 2
-    if solver == "eigh":
-        _, root, eigenvalues, vectors = _EighInverseSqrt.forward(a)
-        return _eigh_adjoint(root, eigenvalues, vectors, grad)
-    peak = magnitude(a, (-2, -1))
-    norm = (a / peak).square().sum((-2, -1), keepdim=True)
-    present = norm > 0
-    norm = torch.where(present, norm, 1.0).sqrt() * peak
-    m, dm = a / norm, grad * norm.rsqrt()
-    start, g = m, grad
-    x, dx = None, None
-    coefficients = newton_coefficients(solver, steps)
-    for step, (alpha, beta) in enumerate(coefficients):
-        if x is None or dx is None:
-            x, dx = beta * m, beta * dm
-            x.diagonal(dim1=-2, dim2=-1).add_(alpha)
-        else:
-            x, dx = alpha * x + beta * (x @ m), alpha * dx + beta * (dx @ m + x @ dm)
-        if step + 1 < len(coefficients):
-            p = torch.baddbmm(m, m, m, beta=alpha, alpha=beta)
-            k = m @ dm
-            dp = alpha * dm + beta * (k + k.mT)
-            m, dm = (
-                torch.baddbmm(p, m, p, beta=alpha, alpha=beta),
-                alpha * dp + beta * (dm @ p + m @ dp),
-            )
-    assert x is not None
-    assert dx is not None
-    # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
-    along = -(dx * start).sum((-2, -1), keepdim=True) - (g * x).sum((-2, -1), keepdim=True) * norm.rsqrt() / 2
-    return torch.where(present, dx / norm + start * (along / norm), 0.0)
-
-
-class _EighInverseSqrt(torch.autograd.Function):
+class EighRoot(torch.autograd.Function):
     """The exact root. Directions without variance (within rounding) map to zero, as in a pseudo-inverse.
 
     The adjoint is written by divided differences of λ^(-1/2); torch's own, through the eigenvectors, divides by
@@ -257,17 +234,17 @@ class _EighInverseSqrt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
         root, eigenvalues, vectors = ctx.saved_tensors
-        return _eigh_adjoint(root, eigenvalues, vectors, (grad + grad.mT) / 2)
+        return EighRoot.adjoint(root, eigenvalues, vectors, (grad + grad.mT) / 2)
 
-
-def _eigh_adjoint(root: Tensor, eigenvalues: Tensor, vectors: Tensor, grad: Tensor) -> Tensor:
-    r_i, r_j = root[..., :, None], root[..., None, :]
-    l_i, l_j = eigenvalues[..., :, None], eigenvalues[..., None, :]
-    kept = (r_i > 0) & (r_j > 0)
-    either = (r_i > 0) ^ (r_j > 0)
-    both = -r_i * r_j * (r_i * r_j / torch.where(kept, r_i + r_j, 1.0))
-    difference = torch.where(kept, both, torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0))
-    return vectors @ (vectors.mT @ grad @ vectors * difference) @ vectors.mT
+    @staticmethod
+    def adjoint(root: Tensor, eigenvalues: Tensor, vectors: Tensor, grad: Tensor) -> Tensor:
+        r_i, r_j = root[..., :, None], root[..., None, :]
+        l_i, l_j = eigenvalues[..., :, None], eigenvalues[..., None, :]
+        kept = (r_i > 0) & (r_j > 0)
+        either = (r_i > 0) ^ (r_j > 0)
+        both = -r_i * r_j * (r_i * r_j / torch.where(kept, r_i + r_j, 1.0))
+        difference = torch.where(kept, both, torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0))
+        return vectors @ (vectors.mT @ grad @ vectors * difference) @ vectors.mT
 
 
 def newton_coefficients(solver: str, steps: int) -> tuple[tuple[float, float], ...]:
@@ -300,7 +277,9 @@ def minimax_coefficients(steps: int, error: float = 0.01) -> tuple[tuple[float, 
     return tuple(schedule(math.exp(above))[0])
 
 
-def decorrelate(stats: Moments, *, solver: str, steps: int, eps: float, shrinkage: float, widths: Tensor) -> Tensor:
+def decorrelate(
+    stats: Moments, *, solver: str, steps: int, eps: float, shrinkage: float, widths: Tensor | int
+) -> Tensor:
     """D of the data itself, in the unit of `stats`: D(X) = D(X / unit) / unit; the caller divides."""
     a = regularise(stats.cov, stats.unit, eps=eps, shrinkage=shrinkage, widths=widths)
     return inverse_sqrt(a, solver=solver, steps=steps)

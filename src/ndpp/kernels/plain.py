@@ -1,0 +1,257 @@
+"""What a training call computes, stage by stage, in PyTorch operations: specification, oracle and fallback.
+
+Nothing here records a graph. Every stage has its adjoint beside it; `transform` puts them together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import adjoints, whitening
+from ..geometry import Layout, Phase, matrix_weight, weight_matrix
+from ..rows import Places, add_, gather, is_whole, locate, patches
+from ..sampling import Sample, choose, lattice
+from ..whitening import Moments
+
+LARGE = 2.0**48  # rows of this magnitude, or below its inverse, are brought to their unit before they are squared
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layer's arguments and settings say about its statistics. Constant over calls."""
+
+    layout: Layout
+    transposed: bool
+    per_row: bool  # S is of each row, not of the whole sample
+    padding_mode: str
+    scale: str
+    scale_eps: float
+    scale_positions: int | None
+    solver: str
+    steps: int
+    eps: float
+    shrinkage: float
+    rows: int | None
+    stride: int | None
+
+
+@dataclass(frozen=True)
+class View:
+    """The rows of one call: the positions of its input, and how many of them are looked at."""
+
+    phase: Phase
+    budget: tuple[int, ...]
+
+
+def known(flag: Tensor) -> bool | None:
+    """A flag or a count as a bool where reading it waits for nothing: on the CPU, outside of tracing."""
+    if flag.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    return bool(flag)
+
+
+# --- S ---
+
+
+def scale(x: Tensor, plan: Plan) -> Tensor:
+    """The gain of every row (batch, 1, *sizes) or sample (batch, 1, 1…); not for "standardize"."""
+    part, dim = scaled_part(x, plan)
+    return whitening.sample_scale(part, plan.scale, dim, eps=plan.scale_eps)[1]
+
+
+def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, plan: Plan) -> None:
+    """Add to the gradient of x what comes by way of the gain."""
+    part, dim = scaled_part(x, plan)
+    added = adjoints.scale_adjoint(part.to(gain.dtype), plan.scale, dim, gain, grad_gain)
+    scaled_part(grad, plan)[0].add_(added.to(grad.dtype))
+
+
+def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
+    """What of x enters the scale, and over which axes."""
+    if plan.per_row:
+        return x, (1,)
+    return x[(..., *lattice(tuple(x.shape[2:]), plan.scale_positions))], tuple(range(1, x.dim()))
+
+
+# --- μ and Cov ---
+
+
+def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
+    """Of the rows looked at. A call with non-finite values in them has a count of zero, and zeros for values."""
+    values, _ = _rows(x, gain, draws, view, plan)
+    low, high = torch.aminmax(values)
+    peak = torch.maximum(high, -low)
+    finite = torch.isfinite(peak)
+    sure = known(finite)
+    floor = max(math.sqrt(plan.eps), whitening.SMALLEST_UNIT)
+    unit = whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor)
+    if not sure:
+        values = torch.where(finite, values, 0.0)
+    divisor = unit if sure is None or known((unit > LARGE) | (unit < 1 / LARGE)) else None
+    if divisor is not None:
+        values = values / divisor
+    mean, cov = plan.layout.pack([_part_moments(rows) for rows in plan.layout.stack(values)])
+    if divisor is None:
+        mean, cov = mean / unit, cov / unit.square()
+    total = torch.full_like(unit, x.shape[0] * math.prod([axis.count for axis in view.phase]))
+    return Moments(total if sure else torch.where(finite, total, 0.0), mean, cov, unit)
+
+
+def _part_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of rows (g, n, f), in one centring; what its rounding left is taken off the product."""
+    shift = rows.mean(1, keepdim=True)
+    rows = rows - shift
+    residual = rows.mean(1, keepdim=True)
+    cov = torch.baddbmm(residual.mT * residual, rows.mT, rows, beta=-1.0, alpha=1.0 / rows.shape[1])
+    return (shift + residual).squeeze(1), cov
+
+
+def moments_adjoint_(
+    grad: Tensor,
+    grad_mean: Tensor,
+    grad_cov: Tensor,
+    stats: Moments,
+    x: Tensor,
+    gain: Tensor | None,
+    draws: Tensor,
+    view: View,
+    plan: Plan,
+) -> Tensor | None:
+    """Add to the gradient of x what comes by way of μ and Cov; the gradient of the gain by that way."""
+    values, sample = _rows(x, gain, draws, view, plan)
+    n = values.shape[0]
+    parts, first = [], 0
+    for part, (own, f), rows in zip(plan.layout.parts, plan.layout.widths, plan.layout.stack(values), strict=True):
+        at = slice(first, first + own)
+        first += own
+        centred = rows / stats.unit - stats.mean[at, None, :f]
+        back = adjoints.moments_adjoint(centred, grad_mean[at, :f], grad_cov[at, :f, :f], rows.shape[1])
+        if known(stats.rows) is None:  # where there was nothing to look at, there is nothing to add
+            back = torch.where(stats.rows > 0, back, 0.0)
+        blocks = plan.layout.groups * part.blocks
+        back = back.reshape(n, blocks, f) if plan.layout.shared else back.transpose(0, 1)
+        parts.append(back.reshape(n, plan.layout.groups, part.stop - part.start, -1))
+    rows = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(values.shape) / stats.unit
+    if gain is None:
+        _add_rows_(grad, rows, sample, view, plan)
+        return None
+    of_rows = _row_gain(gain, sample, view, plan)
+    _add_rows_(grad, rows * of_rows, sample, view, plan)
+    # values = x·gain: where the gain is zero so are the values, whatever they were
+    inverse = torch.where(of_rows > 0, 1.0 / torch.where(of_rows > 0, of_rows, 1.0), 0.0)
+    of_gain = (rows * values * inverse).sum((1, 2))
+    return _gain_adjoint(gain, of_gain, sample, view, plan)
+
+
+def _rows(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> tuple[Tensor, Sample]:
+    """Rows (n, channels, taps) of S·X, in the dtype of statistics."""
+    sample = choose(x.shape[0], view.phase, view.budget, draws)
+    values = patches(x, view.phase, sample, plan.padding_mode).to(whitening.statistics_dtype(x.dtype))
+    return (values if gain is None else values * _row_gain(gain, sample, view, plan)), sample
+
+
+def _places(x: Tensor, sample: Sample, view: View, plan: Plan) -> Places:
+    return locate(view.phase, sample, plan.padding_mode, x.device)
+
+
+def _add_rows_(grad: Tensor, rows: Tensor, sample: Sample, view: View, plan: Plan) -> None:
+    if is_whole(view.phase, sample) and sample.samples is None:
+        whole = rows.reshape(grad.shape[0], -1, grad.shape[1]).mT.reshape(grad.shape)
+        grad.add_(whole.to(grad.dtype))
+    else:
+        add_(grad, rows, _places(grad, sample, view, plan))
+
+
+def _row_gain(gain: Tensor, sample: Sample, view: View, plan: Plan) -> Tensor:
+    """(n, 1, 1) of rows, from that of samples or of positions."""
+    if plan.per_row and view.phase:
+        return gather(gain, _places(gain, sample, view, plan))
+    chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
+    return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
+
+
+def _gain_adjoint(gain: Tensor, of_rows: Tensor, sample: Sample, view: View, plan: Plan) -> Tensor:
+    grad = torch.zeros_like(gain)
+    if plan.per_row and view.phase:
+        add_(grad, of_rows[:, None, None], _places(gain, sample, view, plan))
+    else:
+        sums = of_rows.reshape(sample.size[0], -1).sum(1).reshape(-1, *gain.shape[1:])
+        grad = sums if sample.samples is None else grad.index_add_(0, sample.samples, sums)
+    return grad
+
+
+# --- D and D·W ---
+
+
+def usable(batch: Moments, running_mean: Tensor, running_cov: Tensor, tracked: Tensor, plan: Plan) -> Moments:
+    """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
+    seen = known(batch.rows)
+    if seen:
+        return batch
+    running = whitening.in_unit(tracked.to(batch.rows.dtype), running_mean, running_cov, plan.eps)
+    if seen is False:
+        return running
+    return Moments(*(torch.where(batch.rows > 0, b, r) for b, r in zip(batch, running, strict=True)))
+
+
+def root(stats: Moments, plan: Plan) -> Tensor:
+    """D in the unit of the moments. Of no rows at all it is the identity: the layer is then the stock layer."""
+    widths = plan.layout.feature_counts(stats.cov.device)
+    options = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
+    seen = known(stats.rows)
+    if seen is not False:
+        d = whitening.decorrelate(stats, solver=plan.solver, steps=plan.steps, **options)
+        if seen:
+            return d
+    identity = torch.eye(stats.cov.shape[-1], dtype=stats.cov.dtype, device=stats.cov.device) * stats.unit
+    return identity.expand_as(stats.cov) if seen is False else torch.where(stats.rows > 0, d, identity)
+
+
+def root_adjoint(stats: Moments, grad: Tensor, plan: Plan) -> Tensor:
+    """The gradient of Cov from that of D."""
+    widths = plan.layout.feature_counts(stats.cov.device)
+    a = whitening.regularise(stats.cov, stats.unit, eps=plan.eps, shrinkage=plan.shrinkage, widths=widths)
+    back = adjoints.inverse_sqrt_adjoint(a, grad, solver=plan.solver, steps=plan.steps)
+    return adjoints.regularise_adjoint(back, shrinkage=plan.shrinkage, widths=widths)
+
+
+def folded(d: Tensor, stats: Moments, weight: Tensor, bias: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    """D·W and b - μ·D·W, in the dtype of the weight."""
+    groups, taps = plan.layout.groups, plan.layout.taps
+    matrix = weight_matrix(weight.to(d.dtype), groups, plan.transposed)
+    parts, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
+    for d_part, mean, blocks in plan.layout.split(d, stats.mean, matrix):
+        product, constant = whitening.fold(d_part, mean, blocks)
+        parts.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
+        shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    product = matrix_weight(whole / stats.unit, weight, plan.transposed)
+    constant = -shift.flatten() if bias is None else bias.to(d.dtype) - shift.flatten()
+    return product.to(weight.dtype), constant.to(weight.dtype)
+
+
+def folded_adjoint(
+    d: Tensor, stats: Moments, weight: Tensor, grad_weight: Tensor, grad_bias: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of D, μ and the weight from those of what `folded` returns."""
+    groups, taps = plan.layout.groups, plan.layout.taps
+    matrix = weight_matrix(weight.to(d.dtype), groups, plan.transposed)
+    of_matrix = weight_matrix(grad_weight.to(d.dtype), groups, plan.transposed) / stats.unit
+    outputs = matrix.shape[-1]
+    of_shift = -grad_bias.to(d.dtype).reshape(groups, 1, outputs)
+    of_d, of_mean, of_weight = torch.zeros_like(d), torch.zeros_like(stats.mean), []
+    splits = plan.layout.split(d, stats.mean, matrix), plan.layout.split(d, stats.mean, of_matrix)
+    first = 0
+    for (d_part, mean, blocks), (_, _, grads) in zip(*splits, strict=True):
+        shift = of_shift.expand(groups, blocks.shape[0] // groups, outputs).reshape(-1, outputs)
+        part_d, part_mean, part_weight = adjoints.fold_adjoint(d_part, mean, blocks, grads, shift)
+        own, f = slice(first, first + d_part.shape[0]), d_part.shape[-1]
+        first = own.stop
+        of_d[own, :f, :f], of_mean[own, :f] = part_d, part_mean
+        of_weight.append(part_weight.reshape(groups, -1, taps, outputs))
+    whole = of_weight[0] if len(of_weight) == 1 else torch.cat(of_weight, 1)
+    return of_d, of_mean, matrix_weight(whole, weight, plan.transposed).to(weight.dtype)
