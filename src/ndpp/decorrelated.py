@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import masking, whitening
-from . import kernels
-from .geometry import Grid, Layout, Phase, matrix_weight, weight_matrix
+from . import kernels, masking, whitening
+from .geometry import Grid, Layout, matrix_weight, weight_matrix
 from .kernels import Plan
-from .rows import patches, row_weights
-from .sampling import Sample, choose, draw, every, row_budget
+from .recorded import Recorded, no_autocast, runs_in_float16
+from .sampling import draw
 from .settings import Settings
-from .statistics import RunningMoments
 from .transform import Again, Transform, axes_of, declines, plan_key
 from .whitening import Moments
-
-ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
-
-
-class Rows(NamedTuple):
-    """Sampled rows of one phase, and how many output positions of the batch they stand for."""
-
-    values: Tensor  # (n, channels, own taps)
-    weight: Tensor | None  # (n,), under a mask
-    positions: Tensor  # ()
-    taps: Tensor  # where they stand among all taps of the kernel
-
 
 Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
 """Of a training call: input, weight and bias for the stock operation, gain, moments, and if a backward pass follows."""
 
 
-class Decorrelated(RunningMoments):
+class Decorrelated(Recorded):
     """Base of the layers: each gives its input as (batch, channels, *sizes) and its grid, and gets D·W and a bias."""
 
     weight: Tensor
     _transposed = False
     _default_block = 64
-    _per_row_scale = False  # Linear: S is of each row, not of the whole sample
 
     def _setup(
         self,
@@ -69,11 +52,15 @@ class Decorrelated(RunningMoments):
     def _planned(self) -> None:
         """Say what calls will do; again whenever the settings change."""
         s = self.settings
-        scale = s.scale, s.scale_eps, s.scale_positions
-        solver = s.solver, s.steps, s.eps, s.shrinkage
-        sampling = s.rows, None if self._per_row_scale else s.stride
-        mode = getattr(self, "padding_mode", "zeros")
-        self._plan = Plan(self.layout, self._transposed, self._per_row_scale, mode, *scale, *solver, *sampling)
+        same = ("scale", "scale_eps", "scale_positions", "solver", "steps", "eps", "shrinkage", "rows")
+        self._plan = Plan(
+            layout=self.layout,
+            transposed=self._transposed,
+            per_row=self._per_row_scale,
+            padding_mode=getattr(self, "padding_mode", "zeros"),
+            stride=None if self._per_row_scale else s.stride,
+            **{name: getattr(s, name) for name in same},
+        )
         self._plan_unscaled = dataclasses.replace(self._plan, scale="none")
         self._plan_key, self._plan_unscaled_key = plan_key(self._plan), plan_key(self._plan_unscaled)
 
@@ -101,9 +88,9 @@ class Decorrelated(RunningMoments):
         if not x.is_floating_point():
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
-        narrow = _runs_in_float16(x)
+        narrow = runs_in_float16(x)
         batch, gain, awaits_backward = None, None, False
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
@@ -198,90 +185,6 @@ class Decorrelated(RunningMoments):
         except ValueError as error:
             raise ValueError(f"{self._label}: {error}") from None
 
-    # --- S ---
-
-    def _scaled(self, x: Tensor, valid: Tensor | None, narrow: bool) -> tuple[Tensor, Tensor | None]:
-        """The input, and a gain for the output where scale commutes with the layer and its range allows."""
-        inside = inside_part = None
-        if valid is not None and not self._per_row_scale:
-            inside = valid[:, None]
-        if inside is not None:  # the layer pads with zeros, and so must batching: a sample is what it is alone
-            x = torch.where(inside, x, 0.0)
-        mode = self.settings.scale
-        if mode == "none" or x.numel() == 0:
-            return x, None
-        part, dim = kernels.scaled_part(x, self._plan)
-        if inside is not None:
-            inside_part = kernels.scaled_part(inside, self._plan)[0]
-        center, gain = whitening.sample_scale(part, mode, dim, inside_part, self.settings.scale_eps)
-        if mode != "standardize" and not narrow:
-            return x, gain
-        scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
-        return (scaled if inside is None else torch.where(inside, scaled, 0.0)), None
-
-    # --- μ and Cov ---
-
-    def _rows(
-        self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None, draws: Tensor
-    ) -> Rows:
-        """The rows of S·X in one phase that this call looks at."""
-        positions = x.shape[0] * grid.positions(phase)
-        rows = self.settings.rows
-        if rows is not None and len(grid.phases) > 1:  # each phase has its share
-            rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
-        stride = None if self._per_row_scale else self.settings.stride
-        sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), draws)
-        return self._rows_at(x, gain, grid, phase, valid, sample, positions)
-
-    def _rows_at(
-        self,
-        x: Tensor,
-        gain: Tensor | None,
-        grid: Grid,
-        phase: Phase,
-        valid: Tensor | None,
-        sample: Sample,
-        positions: int,
-    ) -> Rows:
-        """The rows of this sample, which stand for so many positions."""
-        taps = grid.taps(phase, x.device)
-        dtype = whitening.statistics_dtype(x.dtype)
-        weight = None if valid is None else row_weights(valid, phase, sample).to(dtype)
-        count = torch.full((), float(positions), dtype=dtype, device=x.device)
-        if weight is not None:
-            count = count * weight.mean()
-        if len(taps) == 0:  # these outputs are the bias alone: all zeros, which only count
-            return Rows(x.new_zeros(0), weight, count, taps)
-        values = patches(x, phase, sample, getattr(self, "padding_mode", "zeros")).to(dtype)
-        if gain is not None:
-            values = values * self._row_gain(gain, phase, sample)
-        if weight is not None:
-            values = torch.where(weight[:, None, None] > 0, values, 0.0)
-        return Rows(values, weight, count, taps)
-
-    def _exact_moments(self, x: Tensor, grid: Grid, valid: Tensor | None) -> Moments:
-        """Of S·X over every position, without anything else that a call does."""
-        narrow = _runs_in_float16(x)
-        with _no_autocast(x.device.type):
-            return self._every_row(*self._scaled(x, valid, narrow), grid, valid)
-
-    def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
-        """Moments over every position, in chunks of bounded memory."""
-        most = max(ELEMENTS_AT_ONCE // (x.shape[1] * self.layout.taps), 1)
-        chunks = [every(x.shape[0], phase, most, x.device) for phase in grid.phases if grid.positions(phase)]
-        phases = [phase for phase in grid.phases if grid.positions(phase)]
-        total: Moments | None = None
-        for samples in itertools.zip_longest(*chunks):
-            rows = [
-                self._rows_at(x, gain, grid, phase, valid, sample, math.prod(sample.size))
-                for phase, sample in zip(phases, samples, strict=True)
-                if sample is not None
-            ]
-            part = self._batch_moments(rows)
-            total = part if total is None else whitening.merge(total, part)
-        assert total is not None
-        return total
-
     def _collect(self, batch: Moments) -> tuple[Tensor, Tensor, Tensor]:
         """Add a batch to the statistics being collected; D, μ and unit for its own output."""
         self._gather(batch)
@@ -289,42 +192,6 @@ class Decorrelated(RunningMoments):
             return self._evaluation_root()
         stats = self._usable(batch)
         return self._solve(stats), stats.mean, stats.unit
-
-    def _row_gain(self, gain: Tensor, phase: Phase, sample: Sample) -> Tensor:
-        if self._per_row_scale:
-            return patches(gain, phase, sample)
-        chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
-        return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
-
-    def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
-        """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
-        total = torch.stack([rows.positions for rows in phases]).sum()
-        used = [rows for rows in phases if len(rows.taps)]
-        if not used:  # padding cropped all that the taps reach: every output is the bias
-            zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
-            return Moments(total, *zeros, torch.ones_like(total))
-        unit, finite = self._unit(used)
-        stacked = [self.layout.stack(torch.where(finite, rows.values, 0.0) / unit) for rows in used]
-        shares = [rows.positions / total.clamp_min(1.0) for rows in used]
-        parts = []
-        for index, part in enumerate(self.layout.parts):
-            repeat = self.layout.repeats(part)
-            each = [
-                whitening.moments(stack[index], None if rows.weight is None else rows.weight.repeat_interleave(repeat))
-                for stack, rows in zip(stacked, used, strict=True)
-            ]
-            if len(phases) > 1 or len(used[0].taps) < self.layout.taps:
-                each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
-            parts.append(each[0])
-        mean, cov = self.layout.pack(parts)
-        return Moments(torch.where(finite, total, 0.0), mean, cov, unit)
-
-    def _unit(self, used: Sequence[Rows]) -> tuple[Tensor, Tensor]:
-        """A unit near the magnitude of the rows, and whether they are finite."""
-        peak = torch.stack([rows.values.detach().abs().amax() for rows in used]).amax()
-        finite = torch.isfinite(peak)
-        floor = max(math.sqrt(self.settings.eps), whitening.SMALLEST_UNIT)
-        return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
 
     def _finite(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """The input, or FloatingPointError where data in it is not finite."""
@@ -364,22 +231,9 @@ class Decorrelated(RunningMoments):
         return product.to(weight.dtype), constant.to(weight.dtype)
 
 
-def _runs_in_float16(x: Tensor) -> bool:
-    """Whether the stock operation will compute in float16, whose range a gain after the product could leave."""
-    kind = x.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return x.dtype == torch.float16 or autocast
-
-
 def _is_recomputation() -> bool:
     """Inside a backward pass, where activation checkpointing runs the layer again: not a new batch."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
 
 
 @torch.library.custom_op("ndpp::require", mutates_args=())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
-from .kernels import Plan, root
+from .kernels import Plan, known, root
 from .settings import Settings
 from .whitening import Moments, in_unit, merge, statistics_dtype
 
@@ -97,35 +97,60 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
-        usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
-        mean = torch.where(usable, mean, self.step_mean)
-        cov = torch.where(usable, cov, self.step_cov)
-        count = torch.where(usable, batch.rows, 0.0).to(mean.dtype)
-        one = torch.ones_like(count)
-        fresh = self.step_rows == 0
-        step = merge(Moments(self.step_rows, self.step_mean, self.step_cov, one), Moments(count, mean, cov, one))
+        new, usable = self._absolute(batch)
+        sure = known(usable)
+        if sure is None:
+            self._observe_by_flags(new, usable)
+        elif sure:
+            self._observe_now(new)
+        if not more_may_come:
+            self.step_rows.zero_()
 
-        self.num_batches_tracked.add_(fresh & usable)
-        weight = torch.where(usable, self._newest_weight(), 0.0)
-        for running, new, old in (
+    def _absolute(self, batch: Moments) -> tuple[Moments, Tensor]:
+        """These moments in unit 1, and whether they are worth anything. No covariance exceeds its two variances."""
+        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        usable = (torch.isfinite(variance) & torch.isfinite(mean)).all() & (batch.rows > 0)
+        return Moments(batch.rows.to(mean.dtype), mean, cov, torch.ones_like(self.step_rows)), usable
+
+    def _step(self) -> Moments:
+        return Moments(self.step_rows, self.step_mean, self.step_cov, torch.ones_like(self.step_rows))
+
+    def _observe_now(self, new: Moments) -> None:
+        """Where it is known that there is something to observe, and if it begins a step."""
+        fresh = bool(self.step_rows == 0)
+        step = new if fresh else merge(self._step(), new)
+        self.num_batches_tracked.add_(int(fresh))
+        weight = self._newest_weight()
+        for running, value, old in (
             (self.running_mean, step.mean, self.step_mean),
             (self.running_cov, step.cov, self.step_cov),
         ):
-            first = torch.lerp(running, new, weight)
-            running.copy_(torch.where(fresh, first, running + weight * (new - old)))
-            old.copy_(new)
-        self.step_rows.copy_(step.rows if more_may_come else torch.zeros_like(step.rows))
+            running.lerp_(value, weight) if fresh else running.add_(weight * (value - old))
+            old.copy_(value)
+        self.step_rows.copy_(step.rows)
+
+    def _observe_by_flags(self, new: Moments, usable: Tensor) -> None:
+        """The same where asking would wait for the device."""
+        mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, self.step_mean), (new.cov, self.step_cov)))
+        fresh = self.step_rows == 0
+        step = merge(self._step(), Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
+        self.num_batches_tracked.add_(fresh & usable)
+        weight = torch.where(usable, self._newest_weight(), 0.0)
+        for running, value, old in (
+            (self.running_mean, step.mean, self.step_mean),
+            (self.running_cov, step.cov, self.step_cov),
+        ):
+            running.add_(weight * (value - torch.where(fresh, running, old)))
+            old.copy_(value)
+        self.step_rows.copy_(step.rows)
 
     @torch.no_grad()
     def _gather(self, batch: Moments) -> None:
         """Take a batch into the statistics being collected: exact over all batches, by their rows."""
-        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
-        usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
-        one = torch.ones_like(self.step_rows)
-        count = torch.where(usable, batch.rows, 0.0).to(mean.dtype)
-        new = Moments(count, torch.where(usable, mean, self.step_mean), torch.where(usable, cov, self.step_cov), one)
-        step = merge(Moments(self.step_rows, self.step_mean, self.step_cov, one), new)
+        new, usable = self._absolute(batch)
+        mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, self.step_mean), (new.cov, self.step_cov)))
+        step = merge(self._step(), Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
         for old, value in ((self.step_rows, step.rows), (self.step_mean, step.mean), (self.step_cov, step.cov)):
             old.copy_(value)
 
@@ -181,6 +206,10 @@ class RunningMoments(nn.Module):
 
     # --- evaluation ---
 
+    def _running(self) -> Moments:
+        tracked = self.num_batches_tracked.to(self.running_mean.dtype)
+        return in_unit(tracked, self.running_mean, self.running_cov, self.settings.eps)
+
     def _evaluation_root(self) -> tuple[Tensor, Tensor, Tensor]:
         """D, μ and their unit from the running moments, computed once for as long as the buffers are what they are."""
         buffers = (self.running_mean, self.running_cov, self.num_batches_tracked)
@@ -195,8 +224,7 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def _solve_running(self) -> tuple[Tensor, Tensor, Tensor]:
-        tracked = self.num_batches_tracked.to(self.running_mean.dtype)
-        stats = in_unit(tracked, self.running_mean, self.running_cov, self.settings.eps)
+        stats = self._running()
         return self._solve(stats), stats.mean, stats.unit
 
     def _solve(self, stats: Moments) -> Tensor:

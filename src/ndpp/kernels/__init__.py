@@ -3,8 +3,21 @@
 Every stage has the signature of its plain twin. A kernel declines with a reason, which `explain` shows.
 """
 
-from .plain import Plan, View, folded, folded_adjoint, known, moments, moments_adjoint_, root, root_adjoint, usable
-from .plain import scale, scale_adjoint_, scaled_part
+from .plain import (
+    Plan,
+    View,
+    folded,
+    folded_adjoint,
+    known,
+    moments,
+    moments_adjoint_,
+    root,
+    root_adjoint,
+    scale,
+    scale_adjoint_,
+    scaled_part,
+    usable,
+)
 
 __all__ = [
     "Plan",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,8 @@ def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
     """What of x enters the scale, and over which axes."""
     if plan.per_row:
         return x, (1,)
-    return x[(..., *lattice(tuple(x.shape[2:]), plan.scale_positions))], tuple(range(1, x.dim()))
+    at: tuple[Any, ...] = (..., *lattice(tuple(x.shape[2:]), plan.scale_positions))
+    return x[at], tuple(range(1, x.dim()))
 
 
 # --- μ and Cov ---
@@ -201,7 +203,7 @@ def usable(batch: Moments, running_mean: Tensor, running_cov: Tensor, tracked: T
 def root(stats: Moments, plan: Plan) -> Tensor:
     """D in the unit of the moments. Of no rows at all it is the identity: the layer is then the stock layer."""
     widths = plan.layout.feature_counts(stats.cov.device)
-    options = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
+    options: Any = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
     seen = known(stats.rows)
     if seen is not False:
         d = whitening.decorrelate(stats, solver=plan.solver, steps=plan.steps, **options)
