@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .kernels import Plan
 from .recorded import Recorded, no_autocast, runs_in_float16
 from .sampling import draw
 from .settings import Settings
+from .statistics import RunningMoments
 from .transform import Again, Transform, axes_of, declines, plan_key
 from .whitening import Moments
 
@@ -82,9 +83,19 @@ class Decorrelated(Recorded):
         return self._product(x, grid, operation, self.weight, bias)
 
     def _product(
-        self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], weight: Tensor, bias: Tensor | None
+        self,
+        x: Tensor,
+        grid: Grid,
+        operation: Callable[..., Tensor],
+        weight: Tensor,
+        bias: Tensor | None,
+        others: Sequence[RunningMoments] = (),
     ) -> Tensor:
-        """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
+        """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes).
+
+        `others` are layers of the same settings that are applied to the same input by way of this one: a training call
+        counts for them, too.
+        """
         if not x.is_floating_point():
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
@@ -98,7 +109,8 @@ class Decorrelated(Recorded):
                 if self.settings.nonfinite == "raise":
                     x = self._finite(x, valid)
                 through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
-                x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow)
+                layers = (self, *others)
+                x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow, layers)
             else:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
@@ -108,48 +120,65 @@ class Decorrelated(Recorded):
             y = operation(x, weight, None)
             y = (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
-            self._observe(batch, awaits_backward)
+            for layer in layers:
+                layer._observe(batch, awaits_backward)
         return y
 
     def _transformed(
-        self, x: Tensor, grid: Grid, weight: Tensor, bias: Tensor | None, valid: Tensor | None, narrow: bool
+        self,
+        x: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        narrow: bool,
+        layers: Sequence[RunningMoments],
     ) -> Trained:
         """A training call as one node of the graph."""
         plan, key = self._plan, self._plan_key
-        if plan.scale != "none" and (narrow or plan.scale == "standardize"):
+        if plan.scale == "standardize" or (plan.scale != "none" and (narrow or self._has_native_scale)):
             x, _ = self._scaled(x, valid, narrow)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
-        draws = draw(x.device)
+        draws = draw(x.device, plan.samples_rows)
         again, awaits_backward = None, torch.is_grad_enabled() and not _is_recomputation()
         if not torch.compiler.is_compiling():
-            token = self._begin_call(awaits_backward)
+            tokens = [] if _is_recomputation() else [layer._begin_call(awaits_backward) for layer in layers]
 
             def once_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
                 gain = kernels.scale(x, plan) if plan.scale != "none" else None
                 stats = self._usable(self._batch_moments([self._rows(x, gain, grid, grid.phases[0], None, draws)]))
                 return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
 
-            again = Again(once_more, token)
+            again = Again(once_more, tokens)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
+        ends = [layer.step_rows for layer in layers] if awaits_backward else []
         x, weight, bias, *batch = Transform.apply(
-            x, weight, bias, draws, *running, self.step_rows, tuple(axes_of(grid)), key, plan, again
+            x, weight, bias, draws, *running, tuple(axes_of(grid)), key, plan, again, *ends
         )
         gain = batch[4] if plan.scale != "none" else None
         return x, weight, bias, gain, Moments(*batch[:4]), awaits_backward and bias.requires_grad
 
     def _recorded(
-        self, x: Tensor, grid: Grid, weight: Tensor, bias: Tensor | None, valid: Tensor | None, narrow: bool
+        self,
+        x: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        narrow: bool,
+        layers: Sequence[RunningMoments],
     ) -> Trained:
         """A training call as plain operations, which autograd records."""
         x, gain = self._scaled(x, valid, narrow)
         phases = [phase for phase in grid.phases if grid.positions(phase)]
-        draws = draw(x.device)
+        draws = draw(x.device, self._plan.samples_rows)
         batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, draws) for phase in phases])
         stats = self._usable(batch)
         weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
         awaits_backward = False
         if not _is_recomputation():
-            bias, awaits_backward = self._end_step_after(bias)
+            for layer in layers:
+                bias, awaits_backward = layer._end_step_after(bias)
         return x, weight, bias, gain, batch, awaits_backward
 
     def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:

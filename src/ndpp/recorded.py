@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels, whitening
@@ -47,6 +48,8 @@ class Recorded(RunningMoments):
         mode = self.settings.scale
         if mode == "none" or x.numel() == 0:
             return x, None
+        if self._has_native_scale:
+            return self._normalised(x, mode), None
         part, dim = kernels.scaled_part(x, self._plan)
         if inside is not None:
             inside_part = kernels.scaled_part(inside, self._plan)[0]
@@ -55,6 +58,17 @@ class Recorded(RunningMoments):
             return x, gain
         scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
         return (scaled if inside is None else torch.where(inside, scaled, 0.0)), None
+
+    @property
+    def _has_native_scale(self) -> bool:
+        s = self.settings
+        return self._per_row_scale and s.scale_eps > 0 and s.scale in ("standardize", "rms")
+
+    def _normalised(self, x: Tensor, mode: str) -> Tensor:
+        """Every row as LayerNorm or RMSNorm has it, by torch's own kernel; its ε keeps rows without spread finite."""
+        rows, shape, eps = x.movedim(1, -1), (x.shape[1],), self.settings.scale_eps
+        y = F.layer_norm(rows, shape, eps=eps) if mode == "standardize" else F.rms_norm(rows, shape, eps=eps)
+        return y.movedim(-1, 1)
 
     # --- μ and Cov ---
 

@@ -56,8 +56,13 @@ def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -
         picks[max(room, key=lambda i: counts[i] / picks[i])] += 1
 
 
-def draw(device: torch.device) -> Tensor:
-    """What `choose` draws rows by, from torch's generator: activation checkpointing replays it, graphs capture it."""
+def draw(device: torch.device, sampled: bool = True) -> Tensor:
+    """What `choose` draws rows by, from torch's generator: activation checkpointing replays it, graphs capture it.
+
+    Where every row is looked at, the generator is left alone.
+    """
+    if not sampled:
+        return torch.zeros(len(STRIDES), dtype=torch.long, device=device)
     return torch.randint(1 << BITS, (len(STRIDES),), device=device)
 
 

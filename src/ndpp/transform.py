@@ -267,13 +267,16 @@ class Transform(torch.autograd.Function):
         running_mean: Tensor,
         running_cov: Tensor,
         tracked: Tensor,
-        step_rows: Tensor,
         axes: tuple[int, ...],
         key: str,
         plan: Plan,
         again: Again | None,
+        *step_rows: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one."""
+        """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one.
+
+        The backward pass sets every `step_rows` to zero: the step that this call belongs to is then over.
+        """
         gain = kernels.scale(x, plan) if plan.scale != "none" else None
         stages = _stages()
         batch = stages.moments(x, gain, draws, axes, key)
@@ -291,8 +294,9 @@ class Transform(torch.autograd.Function):
         axes, key, plan, step_rows, again = ctx.told
         grad_x, grad_folded, grad_constant = grads[:3]
         grad_gain = grads[7] if gain is not None else None
-        step_rows.zero_()  # the step that this call belongs to is over
-        rest = (None,) * 9
+        for rows in step_rows:
+            rows.zero_()
+        rest = (None,) * (8 + len(step_rows))
         if again is not None and torch.is_grad_enabled():
             return (*again.gradients((x, weight, bias), (grad_x, grad_folded, grad_constant, grad_gain)), *rest)
         stages = _stages()

@@ -39,6 +39,10 @@ class Plan:
     rows: int | None
     stride: int | None
 
+    @property
+    def samples_rows(self) -> bool:
+        return self.rows is not None or self.stride is not None
+
 
 @dataclass(frozen=True)
 class View:
