@@ -14,7 +14,7 @@ import ndpp
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
-CORE = ["version", "settings", "whitening", "masking", "geometry", "statistics", "decorrelated", "layers"]
+CORE = ["version", "settings", "whitening", "sync", "masking", "geometry", "statistics", "decorrelated", "layers"]
 CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt", "convert", "fold"]
 ORDER = [
     *CORE,

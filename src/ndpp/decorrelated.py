@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import masking, whitening
+from . import masking, sync, whitening
 from .geometry import (
     Grid,
     Layout,
@@ -97,11 +97,8 @@ class Decorrelated(RunningMoments):
             batch, awaits_backward = None, False
             if self._collecting is not None and x.numel() > 0:
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
-            elif self.training and not self.settings.freeze and x.numel() > 0:
-                if self.settings.nonfinite == "raise":
-                    x = self._finite(x, valid)
-                phases = [phase for phase in grid.phases if grid.positions(phase)]
-                batch = self._batch_moments([self._rows(x, gain, grid, phase, valid) for phase in phases])
+            elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
+                batch, x = self._moments_of_call(x, gain, grid, valid)
                 stats = self._usable(batch)
                 weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
                 if not _is_recomputation():
@@ -169,10 +166,33 @@ class Decorrelated(RunningMoments):
 
     # --- μ and Cov ---
 
-    def _rows(self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None) -> Rows:
-        """The rows of S·X in one phase that this call looks at."""
+    @property
+    def _learns(self) -> bool:
+        return self.training and not self.settings.freeze and self._collecting is None
+
+    def _moments_of_call(
+        self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None
+    ) -> tuple[Moments, Tensor]:
+        """Of the rows that this call looks at, on all ranks; and the input, to be used once it is checked."""
+        group = sync.group_of(self.settings.sync)
+        ranks = 1 if group is None else group.size()
+        phases = [phase for phase in grid.phases if grid.positions(phase)] if x.numel() > 0 else []
+        batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, ranks) for phase in phases])
+        checks = self.settings.nonfinite == "raise"
+        if checks:
+            batch = batch._replace(rows=torch.where(_is_finite(x, valid), batch.rows, torch.nan))
+        if group is not None:
+            if x.requires_grad and not batch.mean.requires_grad:  # no rows here, but others have: join their backward
+                batch = batch._replace(mean=batch.mean + x[:0].sum().to(batch.mean.dtype))
+            batch = sync.join(batch, group)
+        return batch, self._checked(x, batch) if checks else x
+
+    def _rows(
+        self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None, ranks: int = 1
+    ) -> Rows:
+        """The rows of S·X in one phase that this call looks at. The budget is that of all ranks."""
         positions = x.shape[0] * grid.positions(phase)
-        rows = self.settings.rows
+        rows = None if self.settings.rows is None else max(self.settings.rows // ranks, 1)
         if rows is not None and len(grid.phases) > 1:  # each phase has its share
             rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
         stride = None if self._per_row_scale else self.settings.stride
@@ -224,6 +244,7 @@ class Decorrelated(RunningMoments):
                 if sample is not None
             ]
             part = self._batch_moments(rows)
+            part = part._replace(rows=part.rows.nan_to_num(0.0))  # what is not finite stays out
             total = part if total is None else whitening.merge(total, part)
         assert total is not None
         return total
@@ -243,10 +264,10 @@ class Decorrelated(RunningMoments):
         return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
 
     def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
-        """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
-        total = torch.stack([rows.positions for rows in phases]).sum()
+        """Moments of this call. A batch with non-finite values has a count of NaN, and zeros for values."""
+        total = sum([rows.positions for rows in phases], torch.zeros_like(self.step_rows))
         used = [rows for rows in phases if len(rows.taps)]
-        if not used:  # padding cropped all that the taps reach: every output is the bias
+        if not used:  # no rows, or padding cropped all that the taps reach: every output is the bias
             zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
             return Moments(total, *zeros, torch.ones_like(total))
         unit, finite = self._unit(used)
@@ -263,7 +284,7 @@ class Decorrelated(RunningMoments):
                 each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
             parts.append(each[0])
         mean, cov = self.layout.pack(parts)
-        return Moments(torch.where(finite, total, 0.0), mean, cov, unit)
+        return Moments(torch.where(finite, total, torch.nan), mean, cov, unit)
 
     def _unit(self, used: Sequence[Rows]) -> tuple[Tensor, Tensor]:
         """A unit near the magnitude of the rows, and whether they are finite."""
@@ -272,15 +293,14 @@ class Decorrelated(RunningMoments):
         floor = max(math.sqrt(self.settings.eps), whitening.SMALLEST_UNIT)
         return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
 
-    def _finite(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """The input, or FloatingPointError where data in it is not finite."""
-        fine = torch.isfinite(x.detach())
-        fine = fine.all() if valid is None else (fine | ~valid[:, None]).all()
+    def _checked(self, x: Tensor, batch: Moments) -> Tensor:
+        """The input, or FloatingPointError where data in it is not finite; on all ranks, if it is so on one."""
         message = (
-            f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
-            "Look at the data and at the layers before this one, or set nonfinite='skip' to leave such batches out"
+            f"{self._label}: the input holds NaN or Inf{' on one of the ranks' if self.settings.sync else ''}; no "
+            "statistics were updated. Look at the data and at the layers before this one, or set nonfinite='skip' to "
+            "leave such batches out"
         )
-        return torch.where(require(fine, message), x, x)  # used, so that compilers keep the check
+        return torch.where(require(~batch.rows.isnan(), message), x, x)  # used, so that compilers keep the check
 
     def _usable(self, batch: Moments) -> Moments:
         """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
@@ -318,6 +338,11 @@ class Decorrelated(RunningMoments):
         product = matrix_weight(torch.cat(unfolded, 1) * unit, weight, self._transposed)
         constant = shift.flatten() * unit if bias is None else bias.double() + shift.flatten() * unit
         return product.to(weight.dtype), constant.to(weight.dtype)
+
+
+def _is_finite(x: Tensor, valid: Tensor | None) -> Tensor:
+    fine = torch.isfinite(x.detach())
+    return fine.all() if valid is None else (fine | ~valid[:, None]).all()
 
 
 def _runs_in_float16(x: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -50,8 +49,6 @@ class RunningMoments(nn.Module):
                 f"{self._label}: block and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
                 "build a new layer with these settings"
             )
-        if settings.sync is not False:
-            warnings.warn(f"{self._label}: sync has no effect in this version of ndpp", stacklevel=3)
         self._settings = settings
 
     def _register_moments(self, device: torch.device, dtype: torch.dtype) -> None:
