@@ -116,8 +116,8 @@ class Settings:
         state = dict(self.__dict__)
         if not isinstance(self.sync, bool):
             warnings.warn(
-                "Settings: a process group cannot be pickled; what is read back has sync=True, all ranks of the default "
-                "group. To train it further with another one, set layer.settings = layer.settings.replace(sync=group)",
+                "Settings: a process group cannot be pickled; what is read back has sync=True, all ranks of the "
+                "default group. To train it with another: layer.settings = layer.settings.replace(sync=group)",
                 stacklevel=2,
             )
             state["sync"] = True

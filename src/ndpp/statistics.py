@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
 from .settings import Settings
+from .sync import join
 from .whitening import SMALLEST_UNIT, Moments, decorrelate, merge, statistics_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class RunningMoments(nn.Module):
@@ -125,6 +129,15 @@ class RunningMoments(nn.Module):
         for buffer in (self.step_rows, self.step_mean, self.step_cov):
             buffer.zero_()
         self._collecting = using
+
+    @torch.no_grad()
+    def _join_collected(self, group: ProcessGroup) -> None:
+        """Put together what the ranks have collected, each by itself."""
+        one = torch.ones_like(self.step_rows)
+        rows, mean, cov, unit = join(Moments(self.step_rows, self.step_mean, self.step_cov, one), group)
+        self.step_rows.copy_(rows.nan_to_num(0.0))
+        self.step_mean.copy_(mean * unit)
+        self.step_cov.copy_(cov * unit.square())
 
     @torch.no_grad()
     def _end_collecting(self, batches: int) -> float:

@@ -1,9 +1,9 @@
 """Statistics of several ranks as those of one process on the joined batch: all collectives of ndpp are in this file.
 
 A layer call costs one all-reduce of one flat buffer, and one more in the backward pass.
-Forward: n·Cov of every rank is added up, its upper triangle alone; beside it lies a slot for every rank, which that rank
-fills and the others leave zero. Adding zeros is exact, so the slots are gathered by the same all-reduce, and what the
-means of the ranks differ by enters as centred squares: exact for any split, and the same bits on every rank.
+Forward: n·Cov of every rank is added up, its upper triangle alone; beside it lies a slot for every rank, which that
+rank fills and the others leave zero. Adding zeros is exact, so the slots are gathered by the same all-reduce, and what
+the means of the ranks differ by enters as centred squares: exact for any split, and the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def _all_reduce(buffer: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
-        return functional.wait_tensor(functional.all_reduce(buffer, "sum", group))
+        traced: Any = functional
+        done: Tensor = traced.wait_tensor(traced.all_reduce(buffer, "sum", group))
+        return done
     try:
         dist.all_reduce(buffer, group=group)
     except RuntimeError as error:
