@@ -178,6 +178,7 @@ class Decorrelated(RunningMoments):
         ranks = 1 if group is None else group.size()
         phases = [phase for phase in grid.phases if grid.positions(phase)] if x.numel() > 0 else []
         batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, ranks) for phase in phases])
+        batch = Moments(*(value.to(whitening.statistics_dtype(x.dtype)) for value in batch))  # also of no rows
         checks = self.settings.nonfinite == "raise"
         if checks:
             batch = batch._replace(rows=torch.where(_is_finite(x, valid), batch.rows, torch.nan))
@@ -265,7 +266,7 @@ class Decorrelated(RunningMoments):
 
     def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
         """Moments of this call. A batch with non-finite values has a count of NaN, and zeros for values."""
-        total = sum([rows.positions for rows in phases], torch.zeros_like(self.step_rows))
+        total = torch.stack([rows.positions for rows in phases]).sum() if phases else torch.zeros_like(self.step_rows)
         used = [rows for rows in phases if len(rows.taps)]
         if not used:  # no rows, or padding cropped all that the taps reach: every output is the bias
             zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
