@@ -336,12 +336,12 @@ def a_large_mean_costs_no_precision(folder: Path) -> str | None:
     x = data(64) / 3 + 1000
     x[:, 5] = 1000.123
     layer = linear(EXACT.replace(momentum=None), dtype=torch.float32)
-    layer(own(x, [50, 14]).float())
+    layer(own(x, [47, 17]).float())
     centred = x.float().double() - x.float().double().mean(0)
     cov = centred.T @ centred / 64
     constant = float(layer.running_cov[0, 5, 5])
     wrong = differences({"cov": layer.running_cov[0]}, {"cov": cov}, 1e-4)
-    return wrong or (f"a constant column has variance {constant}" if constant > 1e-7 else "")
+    return wrong or (f"a constant column has variance {constant}" if constant > 1e-12 else "")
 
 
 @check(2, 4)
@@ -657,7 +657,7 @@ def and_read_by_two(folder: Path) -> str | None:
 
 @check(2)
 def recalibration_over_loaders_of_unequal_length(folder: Path) -> str | None:
-    """Three batches here, one there: exact over all rows, and DDP, which copies buffers of rank 0, is not in the way."""
+    """Three batches here, one there: exact over all rows. DDP, which copies buffers of rank 0, is not in the way."""
     x = data(30)
     loaders = [[x[:7], x[7:9], x[9:20]], [x[20:]]]
     wrong = []
