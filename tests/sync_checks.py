@@ -563,6 +563,20 @@ CHECKS[2]["DDP, no broadcast of buffers"] = functools.partial(_ddp, broadcast_bu
 CHECKS[2]["DDP, accumulation under no_sync"] = functools.partial(_ddp, accumulate=2)
 
 
+@check(2)
+def DDP_two_forward_passes_before_a_backward(folder: Path) -> str | None:
+    """DDP writes to the buffers in between, which no backward pass may need."""
+    x = images()
+
+    def step(model: nn.Module, whole: bool) -> dict[str, Tensor]:
+        runs = model if whole else nn.parallel.DistributedDataParallel(model)
+        outputs = [runs(z if whole else own(z, [7, 1])) for z in (x, x + 1)]
+        sum(y.square().sum() for y in outputs).backward()
+        return gradients(model)  # DDP averages them, and `joined` adds those of all ranks up again
+
+    return against_one(network(EXACT), network(ALONE), step)
+
+
 def sharded(settings: Settings, mesh: Any = None, **options: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

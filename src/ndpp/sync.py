@@ -48,7 +48,7 @@ def join_forward(local: Moments, group: ProcessGroup) -> tuple[Moments, Kept]:
 
     Rows of NaN say that a batch is not finite: those of the result then are NaN on every rank, and its values zero. So
     is what float32 cannot hold: n·Cov is sent in absolute terms, which limits data to magnitudes of about 1e-15 to 1e15
-    (beyond 1e-150 to 1e150 in float64).
+    (1e-150 to 1e150 in float64).
     """
     g, f = local.mean.shape
     world, rank = group.size(), group.rank()
