@@ -405,7 +405,6 @@ def attention(folder: Path) -> str | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 5, 8, generator=generator, dtype=torch.float64)
     padding = torch.arange(5) >= torch.tensor([5, 2, 3, 5, 4, 1])[:, None]
-    counts = [5, 1]
 
     def build(settings: Settings) -> nn.Module:
         torch.manual_seed(1)
@@ -413,7 +412,7 @@ def attention(folder: Path) -> str | None:
         ndpp.convert_(model, settings)
         return model
 
-    def step(model: nn.Module, whole: bool) -> dict[str, Tensor]:
+    def step(model: nn.Module, whole: bool, counts: list[int]) -> dict[str, Tensor]:
         z = (x if whole else own(x, counts)).clone().requires_grad_()
         gone = padding if whole else own(padding, counts)
         y, _ = model(z, z, z, key_padding_mask=gone)
@@ -421,7 +420,46 @@ def attention(folder: Path) -> str | None:
         y.pow(3).sum().backward()
         return {"y": y.detach(), "dx": z.grad, **gradients(model)}
 
-    return against_one(build(EXACT), build(ALONE), step)
+    steps = [functools.partial(step, counts=counts) for counts in ([5, 1], [6, 0])]
+    wrong = [against_one(build(EXACT), build(ALONE), one) for one in steps]
+    return "; ".join(filter(None, wrong))
+
+
+@check(2)
+def mixed_precision_by_autocast(folder: Path) -> str | None:
+    """Statistics and their gradients stay in float32, also where the backward pass is under autocast."""
+    wrong = []
+    for counts in ([20, 4], [24, 0]):
+
+        def step(layer: nn.Module, whole: bool, counts: list[int] = counts) -> dict[str, Tensor]:
+            x = data(dtype=torch.float32)
+            z = (x if whole else own(x, counts)).clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = layer(z)
+                y.float().square().sum().backward()
+            return {"y": y.detach().float(), "dx": z.grad, **gradients(layer)}
+
+        layer, alone = linear(dtype=torch.float32), linear(ALONE, dtype=torch.float32)
+        ranks, states = gathered(step(layer, False)), gathered(buffers(layer))
+        wrong += [differences(joined(ranks), step(alone, True), 0.02), differences(states[0], buffers(alone), 1e-5)]
+        wrong += [unequal_bits(states)]
+    return "; ".join(filter(None, wrong))
+
+
+@check(2, 4)
+def one_all_reduce_each_way_of_the_size_that_is_documented(folder: Path) -> str | None:
+    sizes, original = [], dist.all_reduce
+    try:
+        dist.all_reduce = lambda buffer, **options: sizes.append(buffer.numel()) or original(buffer, **options)
+        layer = ndpp.Conv2d(5, 4, 3, settings=EXACT.replace(block=2))
+        x = torch.randn(2, 5, 6, 6, requires_grad=True)
+        layer(x).sum().backward()
+        layer(x.detach()).sum().backward()  # a first layer
+    finally:
+        dist.all_reduce = original
+    (g, f), ranks = layer.running_mean.shape, dist.get_world_size()
+    forward, backward = g * f * (f + 1) // 2 + ranks * (g * f + 2), g * f * (f + 1) // 2 + g * f
+    return "" if sizes == [forward, backward, forward] else f"{sizes} instead of {[forward, backward, forward]}"
 
 
 # --- groups ---

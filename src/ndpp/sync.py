@@ -33,8 +33,8 @@ def group_of(sync: bool | ProcessGroup) -> ProcessGroup | None:
     """The group to share statistics with; None where this process is alone."""
     if sync is False or not dist.is_available() or not dist.is_initialized():
         return None
-    group = dist.distributed_c10d._get_default_group() if sync is True else sync
-    return group if group.size() > 1 else None
+    group = dist.group.WORLD if sync is True else sync
+    return group if group is not None and group.size() > 1 else None
 
 
 def join(local: Moments, group: ProcessGroup) -> Moments:
@@ -82,7 +82,7 @@ def join_adjoint(kept: Kept, grad_mean: Tensor, grad_cov: Tensor, group: Process
     upper = _upper((grad_cov + grad_cov.mT) / 2)
     buffer = _all_reduce(torch.cat([grad_mean.flatten(), upper]), group)
     dm, dc = buffer[: g * f].view(g, f), _symmetric(buffer[g * f :], g, f)
-    dm = dm + 2 * (dc @ kept.delta[:, :, None]).squeeze(2)
+    dm = dm + 2 * (dc * kept.delta[:, None, :]).sum(2)  # no product of matrices: autocast would round it
     scale = kept.share * kept.ratio
     return dm * scale, dc * (scale * kept.ratio)
 
