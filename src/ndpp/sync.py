@@ -46,9 +46,9 @@ def join(local: Moments, group: ProcessGroup) -> Moments:
 def join_forward(local: Moments, group: ProcessGroup) -> tuple[Moments, Kept]:
     """Moments of the rows of all ranks, in the largest of their units; a rank without rows gives zeros.
 
-    Rows of NaN say that a batch is not finite: those of the result then are NaN on every rank, and its values zero. So
-    is what float32 cannot hold: n·Cov is sent in absolute terms, which limits data to magnitudes of about 1e-15 to 1e15
-    (1e-150 to 1e150 in float64).
+    Rows of NaN say that a batch is not finite: those of the result then are NaN on every rank, and its values zero.
+    n·Cov is sent in absolute terms, which limits the magnitude of data to about 1e-15 to 1e15 in float32 (1e-150 to
+    1e150 in float64): what is larger is treated as not finite, and what is smaller has no variance.
     """
     g, f = local.mean.shape
     world, rank = group.size(), group.rank()
@@ -70,7 +70,8 @@ def join_forward(local: Moments, group: ProcessGroup) -> tuple[Moments, Kept]:
     residual = (share * (means - mean)).sum(0)  # the rounding of the first: means that agree have no spread
     mean = mean + residual
     delta = (means - mean).view(world, g, f)
-    between = torch.einsum("rgi,rgj->gij", delta * share[:, :, None], delta)
+    spread = delta * share[:, :, None].sqrt()
+    between = torch.einsum("rgi,rgj->gij", spread, spread)
     within = _symmetric(triangle / unit / unit / total.clamp_min(1.0), g, f)
     merged = Moments(torch.where(finite, total, torch.nan), mean.view(g, f), within + between, unit)
     return merged, Kept(share[rank, 0], local.unit / unit, delta[rank])
