@@ -15,7 +15,7 @@ import ndpp
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
 CORE = [
-    *("version", "settings", "whitening", "adjoints", "masking", "geometry", "sampling", "rows"),
+    *("version", "settings", "whitening", "adjoints", "sync", "masking", "geometry", "sampling", "rows"),
     *("kernels.plain", "kernels", "statistics", "transform", "recorded", "decorrelated", "layers"),
 ]
 CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt", "convert", "fold"]

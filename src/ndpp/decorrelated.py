@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels, masking, whitening
+from . import kernels, masking, sync, whitening
 from .geometry import Grid, Layout, matrix_weight, weight_matrix
 from .kernels import Plan
 from .recorded import Recorded, no_autocast, runs_in_float16
@@ -105,9 +105,7 @@ class Decorrelated(Recorded):
             if self._collecting is not None and x.numel() > 0:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
-            elif self.training and not self.settings.freeze and x.numel() > 0:
-                if self.settings.nonfinite == "raise":
-                    x = self._finite(x, valid)
+            elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
                 through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
                 layers = (self, *others)
                 x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow, layers)
@@ -136,7 +134,10 @@ class Decorrelated(Recorded):
     ) -> Trained:
         """A training call as one node of the graph."""
         plan, key = self._plan, self._plan_key
-        if plan.scale == "standardize" or (plan.scale != "none" and (narrow or self._has_native_scale)):
+        finite = _is_finite(x, None) if self.settings.nonfinite == "raise" else None
+        if x.numel() == 0:
+            plan, key = self._plan_unscaled, self._plan_unscaled_key
+        elif plan.scale == "standardize" or (plan.scale != "none" and (narrow or self._has_native_scale)):
             x, _ = self._scaled(x, valid, narrow)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         draws = draw(x.device, plan.samples_rows)
@@ -146,17 +147,22 @@ class Decorrelated(Recorded):
 
             def once_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
                 gain = kernels.scale(x, plan) if plan.scale != "none" else None
-                stats = self._usable(self._batch_moments([self._rows(x, gain, grid, grid.phases[0], None, draws)]))
+                stats = self._usable(self._moments_of_call(x, gain, grid, None, draws, finite))
                 return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
 
             again = Again(once_more, tokens)
-        running = self.running_mean, self.running_cov, self.num_batches_tracked
+        running, group = (
+            (self.running_mean, self.running_cov, self.num_batches_tracked),
+            sync.group_of(self.settings.sync),
+        )
         ends = [layer.step_rows for layer in layers] if awaits_backward else []
         x, weight, bias, *batch = Transform.apply(
-            x, weight, bias, draws, *running, tuple(axes_of(grid)), key, plan, again, *ends
+            x, weight, bias, draws, finite, *running, tuple(axes_of(grid)), key, plan, group, again, *ends
         )
         gain = batch[4] if plan.scale != "none" else None
-        return x, weight, bias, gain, Moments(*batch[:4]), awaits_backward and bias.requires_grad
+        moments = Moments(*batch[:4])
+        x = x if finite is None else self._checked(x, moments)
+        return x, weight, bias, gain, moments, awaits_backward and bias.requires_grad
 
     def _recorded(
         self,
@@ -169,10 +175,11 @@ class Decorrelated(Recorded):
         layers: Sequence[RunningMoments],
     ) -> Trained:
         """A training call as plain operations, which autograd records."""
+        finite = _is_finite(x, valid) if self.settings.nonfinite == "raise" else None
         x, gain = self._scaled(x, valid, narrow)
-        phases = [phase for phase in grid.phases if grid.positions(phase)]
         draws = draw(x.device, self._plan.samples_rows)
-        batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, draws) for phase in phases])
+        batch = self._moments_of_call(x, gain, grid, valid, draws, finite)
+        x = x if finite is None else self._checked(x, batch)
         stats = self._usable(batch)
         weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
         awaits_backward = False
@@ -222,15 +229,18 @@ class Decorrelated(Recorded):
         stats = self._usable(batch)
         return self._solve(stats), stats.mean, stats.unit
 
-    def _finite(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """The input, or FloatingPointError where data in it is not finite."""
-        fine = torch.isfinite(x.detach())
-        fine = fine.all() if valid is None else (fine | ~valid[:, None]).all()
+    @property
+    def _learns(self) -> bool:
+        return self.training and not self.settings.freeze and self._collecting is None
+
+    def _checked(self, x: Tensor, batch: Moments) -> Tensor:
+        """The input, or FloatingPointError where data in it is not finite; on all ranks, if it is so on one."""
         message = (
-            f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
-            "Look at the data and at the layers before this one, or set nonfinite='skip' to leave such batches out"
+            f"{self._label}: the input holds NaN or Inf{' on one of the ranks' if self.settings.sync else ''}; no "
+            "statistics were updated. Look at the data and at the layers before this one, or set nonfinite='skip' to "
+            "leave such batches out"
         )
-        return torch.where(require(fine, message), x, x)  # used, so that compilers keep the check
+        return torch.where(require(~batch.rows.isnan(), message), x, x)  # used, so that compilers keep the check
 
     def _usable(self, batch: Moments) -> Moments:
         """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
@@ -258,6 +268,11 @@ class Decorrelated(Recorded):
         product = matrix_weight(torch.cat(unfolded, 1) * unit, weight, self._transposed)
         constant = shift.flatten() * unit if bias is None else bias.double() + shift.flatten() * unit
         return product.to(weight.dtype), constant.to(weight.dtype)
+
+
+def _is_finite(x: Tensor, valid: Tensor | None) -> Tensor:
+    fine = torch.isfinite(x.detach())
+    return fine.all() if valid is None else (fine | ~valid[:, None]).all()
 
 
 def _is_recomputation() -> bool:

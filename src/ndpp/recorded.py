@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import kernels, whitening
+from . import kernels, sync, whitening
 from .geometry import Grid, Phase
 from .rows import patches, row_weights
 from .sampling import Sample, choose, every, row_budget
 from .statistics import RunningMoments
+from .transform import budget
 from .whitening import Moments
 
 ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
@@ -72,12 +73,35 @@ class Recorded(RunningMoments):
 
     # --- μ and Cov ---
 
+    def _moments_of_call(
+        self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None, draws: Tensor, finite: Tensor | None
+    ) -> Moments:
+        """Of the rows that this call looks at, on all ranks."""
+        group = sync.group_of(self.settings.sync)
+        rows = budget(self._plan, group)
+        phases = [phase for phase in grid.phases if grid.positions(phase)] if x.numel() > 0 else []
+        batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, draws, rows) for phase in phases])
+        batch = Moments(*(value.to(whitening.statistics_dtype(x.dtype)) for value in batch))  # also of no rows
+        if finite is not None:
+            batch = batch._replace(rows=torch.where(finite, batch.rows, torch.nan))
+        if group is None:
+            return batch
+        if x.requires_grad and not batch.mean.requires_grad:  # no rows here, but others have: join their backward
+            batch = batch._replace(mean=batch.mean + x[:0].sum().to(batch.mean.dtype))
+        return sync.join(batch, group)
+
     def _rows(
-        self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None, draws: Tensor
+        self,
+        x: Tensor,
+        gain: Tensor | None,
+        grid: Grid,
+        phase: Phase,
+        valid: Tensor | None,
+        draws: Tensor,
+        rows: int | None,
     ) -> Rows:
         """The rows of S·X in one phase that this call looks at."""
         positions = x.shape[0] * grid.positions(phase)
-        rows = self.settings.rows
         if rows is not None and len(grid.phases) > 1:  # each phase has its share
             rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
         stride = None if self._per_row_scale else self.settings.stride
@@ -129,6 +153,7 @@ class Recorded(RunningMoments):
                 if sample is not None
             ]
             part = self._batch_moments(rows)
+            part = part._replace(rows=part.rows.nan_to_num(0.0))  # what is not finite stays out
             total = part if total is None else whitening.merge(total, part)
         assert total is not None
         return total
@@ -140,10 +165,10 @@ class Recorded(RunningMoments):
         return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
 
     def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
-        """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
-        total = torch.stack([rows.positions for rows in phases]).sum()
+        """Moments of this call. A batch with non-finite values has a count of NaN, and zeros for values."""
+        total = torch.stack([rows.positions for rows in phases]).sum() if phases else torch.zeros_like(self.step_rows)
         used = [rows for rows in phases if len(rows.taps)]
-        if not used:  # padding cropped all that the taps reach: every output is the bias
+        if not used:  # no rows, or padding cropped all that the taps reach: every output is the bias
             zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
             return Moments(total, *zeros, torch.ones_like(total))
         unit, finite = self._unit(used)
@@ -160,7 +185,7 @@ class Recorded(RunningMoments):
                 each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
             parts.append(each[0])
         mean, cov = self.layout.pack(parts)
-        return Moments(torch.where(finite, total, 0.0), mean, cov, unit)
+        return Moments(torch.where(finite, total, torch.nan), mean, cov, unit)
 
     def _unit(self, used: Sequence[Rows]) -> tuple[Tensor, Tensor]:
         """A unit near the magnitude of the rows, and whether they are finite."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,11 @@ from torch import Tensor, nn
 from .geometry import Layout
 from .kernels import Plan, known, root
 from .settings import Settings
+from .sync import join
 from .whitening import Moments, in_unit, merge, statistics_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class RunningMoments(nn.Module):
@@ -52,8 +55,6 @@ class RunningMoments(nn.Module):
                 f"{self._label}: block and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
                 "build a new layer with these settings"
             )
-        if settings.sync is not False:
-            warnings.warn(f"{self._label}: sync has no effect in this version of ndpp", stacklevel=3)
         self._settings = settings
         if present is not None:
             self._planned()
@@ -108,7 +109,8 @@ class RunningMoments(nn.Module):
 
     def _absolute(self, batch: Moments) -> tuple[Moments, Tensor]:
         """These moments in unit 1, and whether they are worth anything. No covariance exceeds its two variances."""
-        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
+        dtype = self.running_mean.dtype  # of a layer, which may see data of another
+        mean, cov = (batch.mean * batch.unit).to(dtype), (batch.cov * batch.unit.square()).to(dtype)
         variance = cov.diagonal(dim1=-2, dim2=-1)
         usable = (torch.isfinite(variance) & torch.isfinite(mean)).all() & (batch.rows > 0)
         return Moments(batch.rows.to(mean.dtype), mean, cov, torch.ones_like(self.step_rows)), usable
@@ -159,6 +161,14 @@ class RunningMoments(nn.Module):
         for buffer in (self.step_rows, self.step_mean, self.step_cov):
             buffer.zero_()
         self._collecting = using
+
+    @torch.no_grad()
+    def _join_collected(self, group: ProcessGroup) -> None:
+        """Put together what the ranks have collected, each by itself."""
+        rows, mean, cov, unit = join(self._step(), group)
+        self.step_rows.copy_(rows.nan_to_num(0.0))
+        self.step_mean.copy_(mean * unit)
+        self.step_cov.copy_(cov * unit.square())
 
     @torch.no_grad()
     def _end_collecting(self, batches: int) -> float:

@@ -23,7 +23,7 @@ SMALLEST_UNIT = 2.0**-100  # squares of anything in this unit stay normal number
 class Moments(NamedTuple):
     """Mean and covariance of the columns of X / unit, over a number of rows (output positions)."""
 
-    rows: Tensor  # ()
+    rows: Tensor  # (); NaN where there was data that is not finite
     mean: Tensor  # (g, f)
     cov: Tensor  # (g, f, f), normalised by the rows
     unit: Tensor  # ()
