@@ -9,7 +9,7 @@ from typing import Any
 # How each is called in the figure, and its colour; what shares nothing adds nothing.
 LOOKS = {
     "ndpp, sync all": ("ndpp, all GPUs", "#c44e52"),
-    "… in two rounds": ("ndpp, all GPUs, means first", "#dd8452"),
+    "… in two rounds": ("ndpp, all GPUs, in two rounds", "#dd8452"),
     "… every 4th step": ("ndpp, all GPUs, every 4th step", "#8172b3"),
     "… inside a node": ("ndpp, inside each node", "#4c72b0"),
     "SyncBatchNorm": ("SyncBatchNorm, all GPUs", "#777777"),
