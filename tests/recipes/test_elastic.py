@@ -233,9 +233,10 @@ sys.exit(cli.main())
     ids=["raises", "hangs"],
 )
 def test_a_broken_rank_ends_the_job(what: str, message: str, tmp_path: Path, start: Callable[..., Job]) -> None:
+    """The timeout counts while ranks start as well: no shorter than a busy machine takes for one of them."""
     (tmp_path / "broken.py").write_text(BROKEN.format(what=what))
     begun = time.monotonic()
-    job = start(*PARALLEL["ddp"], "timeout=4", program=str(tmp_path / "broken.py"))
+    job = start(*PARALLEL["ddp"], "timeout=8", program=str(tmp_path / "broken.py"))
     assert job.end() == 1, job.text()
     assert time.monotonic() - begun < 60
     assert message in job.output.read_text()
