@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import argparse
 
-from . import adoption, cpu_table, data, defaults, growth, inference, layer, runs, solver, step, summary, sweep
+from . import (
+    adoption,
+    collectives,
+    cpu_table,
+    data,
+    defaults,
+    growth,
+    inference,
+    layer,
+    runs,
+    scaling,
+    solver,
+    step,
+    summary,
+    sweep,
+)
 
 COMMANDS = {
     "step": step,
@@ -13,6 +28,8 @@ COMMANDS = {
     "growth": growth,
     "cpu-table": cpu_table,
     "inference": inference,
+    "collectives": collectives,
+    "scaling": scaling,
     "defaults": defaults,
     "adoption": adoption,
     "sweep": sweep,
