@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ndpp
 from cases import CASES, Case
-from ndpp import Settings
+from ndpp import Settings, recorded
 from oracles import block_ranges, covariance, data_matrix
 from test_convert import network
 

@@ -17,7 +17,7 @@ from .recorded import Recorded, no_autocast, runs_in_float16
 from .sampling import draw
 from .settings import Settings
 from .statistics import RunningMoments
-from .transform import Again, Transform, axes_of, declines, plan_key
+from .transform import Again, Transform, axes_of, declines, plan_key, scaled_output
 from .whitening import Moments
 
 Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
@@ -100,23 +100,20 @@ class Decorrelated(Recorded):
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
         narrow = runs_in_float16(x)
-        batch, gain, awaits_backward = None, None, False
+        batch, gain, awaits_backward, one_node = None, None, False, False
         with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
-                through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
+                one_node = declines(x, grid, valid, self.layout.taps) is None
+                through = self._transformed if one_node else self._recorded
                 layers = (self, *others)
                 x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow, layers)
             else:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
-        if gain is None:
-            y = operation(x, weight, bias)
-        else:
-            y = operation(x, weight, None)
-            y = (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
+        y = operation(x, weight, bias) if gain is None else scaled_output(operation, x, weight, gain, bias, one_node)
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
             for layer in layers:
                 layer._observe(batch, awaits_backward)

@@ -228,8 +228,9 @@ class _Watch:
         self.moments: Moments | None = None
         self.finite, self.nonfinite, self.total = 0, 0, 0.0
         twin.__dict__["_product"] = self._product  # all that forward does once it knows its rows
+        twin._collecting = "batch"  # every part of attention is called by itself
 
-    def _product(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], *weights: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], *arguments: Any) -> Tensor:
         self.note = "" if self.note == "not called" else self.note
         valid = self.twin._valid(x)
         seen = (x if valid is None else x.movedim(1, -1)[valid]).to(statistics_dtype(x.dtype))
@@ -240,7 +241,7 @@ class _Watch:
         if x.numel() > 0:
             moments = self.twin._exact_moments(x, grid, valid)
             self.moments = moments if self.moments is None else merge(self.moments, moments)
-        return operation(x, *weights) if isinstance(self.twin, Projection) else x  # attention goes on from there
+        return operation(x, *arguments[:2]) if isinstance(self.twin, Projection) else x  # attention goes on from there
 
     def result(self) -> LayerInspection:
         layout, size = self.twin.layout, self.total / self.finite if self.finite else math.nan

@@ -12,13 +12,16 @@ from .sampling import Sample
 
 
 class Places(NamedTuple):
-    """Where the entries of rows lie: flat positions (1 or samples, rows of a sample · taps), and which are inside."""
+    """Where the entries of rows lie: flat positions (1 or samples, taps, rows of a sample), and which are inside."""
 
     at: Tensor
-    inside: Tensor | None  # (1 or samples, rows of a sample, taps), where zeros are padded
+    inside: Tensor | None  # of the same shape, where zeros are padded
     samples: Tensor | None
-    rows: int  # of one sample
-    taps: int
+
+    @property
+    def each(self) -> int:
+        """Entries of one sample."""
+        return self.at.shape[1] * self.at.shape[2]
 
 
 def locate(phase: Phase, sample: Sample, padding_mode: str, device: torch.device) -> Places:
@@ -26,7 +29,7 @@ def locate(phase: Phase, sample: Sample, padding_mode: str, device: torch.device
     index = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
     inside: Tensor | None = None
     for axis, position in zip(phase, sample.positions, strict=True):
-        at = position[:, :, None] * axis.step + progression(axis.offsets, device)
+        at = position[:, None, :] * axis.step + progression(axis.offsets, device)[:, None]
         if axis.overhangs and padding_mode == "zeros":
             reached = (at >= 0) & (at < axis.size)
             before = inside if inside is not None else torch.ones_like(index, dtype=torch.bool)
@@ -36,7 +39,7 @@ def locate(phase: Phase, sample: Sample, padding_mode: str, device: torch.device
             inside = inside.repeat_interleave(at.shape[1], 1).repeat_interleave(at.shape[2], 2)
         index = _outer(index) * axis.size + _inner(_PADDING[padding_mode](at, axis.size))
         index = index.reshape(index.shape[0], index.shape[1] * index.shape[2], -1)
-    return Places(index.flatten(1), inside, sample.samples, *index.shape[1:])
+    return Places(index, inside, sample.samples)
 
 
 def _outer(t: Tensor) -> Tensor:
@@ -69,50 +72,56 @@ def patches(x: Tensor, phase: Phase, sample: Sample, padding_mode: str = "zeros"
 
 
 def gather(x: Tensor, places: Places) -> Tensor:
-    """Rows (n, channels, taps) of input (batch, channels, *sizes) at these places. Differentiable."""
+    """Rows (n, channels, taps) of input (batch, channels, *sizes) at these places. Differentiable.
+
+    In memory they lie as the input has them: pixel by pixel where its channels lie together, else channel by channel.
+    """
     batch, channels = x.shape[:2]
+    taps, each = places.at.shape[1:]
     flat = x.reshape(batch, channels, -1)
     samples = batch if places.samples is None else len(places.samples)
-    if flat.stride(1) == 1 or torch.are_deterministic_algorithms_enabled():  # whole pixels: channels lie together
+    if flat.stride(1) == 1 or torch.are_deterministic_algorithms_enabled():
         pixels = flat.mT.reshape(-1, channels).index_select(0, _pixels(places, batch, flat.shape[2]))
-        values = pixels.reshape(samples, places.rows, places.taps, channels).transpose(2, 3)
-    else:
-        flat = flat if places.samples is None else flat.index_select(0, places.samples)
-        values = flat.gather(2, places.at[:, None].expand(samples, channels, -1))
-        values = values.reshape(samples, channels, places.rows, places.taps).transpose(1, 2)
+        values = pixels.reshape(samples, taps, each, channels)
+        if places.inside is not None:
+            values = values.masked_fill_(~places.inside[..., None], 0.0)
+        return values.transpose(1, 2).reshape(samples * each, taps, channels).transpose(1, 2)
+    flat = flat if places.samples is None else flat.index_select(0, places.samples)
+    values = flat.gather(2, places.at.flatten(1)[:, None].expand(samples, channels, -1))
+    values = values.reshape(samples, channels, taps, each)
     if places.inside is not None:
-        values = values.masked_fill(~places.inside[:, :, None], 0.0)
-    return values.reshape(-1, channels, places.taps)
+        values = values.masked_fill_(~places.inside[:, None], 0.0)
+    return values.permute(1, 2, 0, 3).reshape(channels, taps, -1).permute(2, 0, 1)
 
 
 def add_(grad: Tensor, rows: Tensor, places: Places) -> None:
     """The adjoint of `gather`, added in place to the gradient of its input: only the places of the rows are touched."""
     batch, channels = grad.shape[:2]
+    taps, each = places.at.shape[1:]
     samples = batch if places.samples is None else len(places.samples)
-    values = rows.to(grad.dtype).reshape(samples, places.rows, channels, places.taps)
+    values = rows.to(grad.dtype).reshape(samples, each, channels, taps)
     if places.inside is not None:
-        values = values.masked_fill(~places.inside[:, :, None], 0.0)
+        values = values.masked_fill(~places.inside.transpose(1, 2)[:, :, None], 0.0)
     flat = grad.flatten(2) if grad.dim() > 2 else grad[:, :, None]
     in_place = flat.data_ptr() == grad.data_ptr()  # else the positions are no one axis of this gradient
+    if in_place and flat.stride(1) != 1 and places.samples is None and not torch.are_deterministic_algorithms_enabled():
+        values = values.permute(0, 2, 3, 1).reshape(samples, channels, -1)
+        flat.scatter_add_(2, places.at.flatten(1)[:, None].expand(samples, channels, -1), values)
+        return
+    pixels, at = values.permute(0, 3, 1, 2).reshape(-1, channels), _pixels(places, batch, flat.shape[2])
     if in_place and flat.stride(1) == 1 and flat.stride(0) == flat.shape[2] * flat.stride(2):
-        flat.mT.view(-1, channels).index_add_(
-            0, _pixels(places, batch, flat.shape[2]), values.transpose(2, 3).reshape(-1, channels)
-        )
-    elif in_place and places.samples is None and not torch.are_deterministic_algorithms_enabled():
-        values = values.transpose(1, 2).reshape(samples, channels, -1)
-        flat.scatter_add_(2, places.at[:, None].expand(samples, channels, -1), values)
+        flat.mT.view(-1, channels).index_add_(0, at, pixels)
     else:
         added = torch.zeros(batch * flat.shape[2], channels, dtype=grad.dtype, device=grad.device)
-        added.index_add_(0, _pixels(places, batch, flat.shape[2]), values.transpose(2, 3).reshape(-1, channels))
-        grad.add_(added.reshape(batch, -1, channels).mT.reshape(grad.shape))
+        grad.add_(added.index_add_(0, at, pixels).reshape(batch, -1, channels).mT.reshape(grad.shape))
 
 
 def _pixels(places: Places, batch: int, size: int) -> Tensor:
     """Places among the pixels of all samples, one axis."""
     if batch == 1:
-        return places.at[0]
+        return places.at.flatten()
     number = torch.arange(batch, device=places.at.device) if places.samples is None else places.samples
-    return (places.at + number[:, None] * size).flatten()
+    return (places.at + number[:, None, None] * size).flatten()
 
 
 def row_weights(valid: Tensor, phase: Phase, sample: Sample) -> Tensor:

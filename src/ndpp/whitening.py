@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+STRIPS = 4  # in which a symmetric product is computed: 10 of its 16 parts
 SMALLEST_UNIT = 2.0**-100  # squares of anything in this unit stay normal numbers in float32
 
 
@@ -105,6 +106,19 @@ def moments(rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]
     if column is not None:
         rows = rows * column
     return (shift + residual).squeeze(1), rows.mT @ rows / total
+
+
+def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b (g, f, f), known to be symmetric: on a CPU the lower half of large ones is copied, not computed."""
+    f = a.shape[1]
+    if f < 256 or a.device.type != "cpu" or torch.compiler.is_compiling() or (a.requires_grad or b.requires_grad):
+        return a @ b
+    product = a.new_empty(a.shape[0], f, f)
+    for start in range(0, f, -(-f // STRIPS)):
+        stop = min(start + -(-f // STRIPS), f)
+        product[:, start:stop, start:] = a[:, start:stop] @ b[:, :, start:]
+        product[:, stop:, start:stop] = product[:, start:stop, stop:].mT
+    return product
 
 
 def merge(first: Moments, second: Moments) -> Moments:
@@ -202,10 +216,10 @@ def _coupled_newton(m: Tensor, coefficients: Sequence[tuple[float, float]]) -> T
         if x is None:
             x = torch.diag_embed(torch.full_like(m[..., 0], alpha)) + beta * m
         else:
-            x = torch.baddbmm(x, x, m, beta=alpha, alpha=beta)
+            x = alpha * x + beta * symmetric_product(x, m)
         if step + 1 < len(coefficients):
-            p = torch.baddbmm(m, m, m, beta=alpha, alpha=beta)  # T·M
-            m = torch.baddbmm(p, m, p, beta=alpha, alpha=beta)
+            p = alpha * m + beta * symmetric_product(m, m)  # T·M
+            m = alpha * p + beta * symmetric_product(m, p)
     assert x is not None
     return x
 

@@ -16,7 +16,7 @@ from .. import adjoints, whitening
 from ..geometry import Layout, Phase, matrix_weight, weight_matrix
 from ..rows import Places, add_, gather, is_whole, locate, patches
 from ..sampling import Sample, choose, lattice
-from ..whitening import Moments
+from ..whitening import Moments, symmetric_product
 
 LARGE = 2.0**48  # rows of this magnitude, or below its inverse, are brought to their unit before they are squared
 
@@ -92,7 +92,7 @@ def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
 def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
     """Of the rows looked at. A call with non-finite values in them has a count of NaN, and zeros for values."""
     values, _ = _rows(x, gain, draws, view, plan)
-    low, high = torch.aminmax(values)
+    low, high = torch.aminmax(_as_in_memory(values))
     peak = torch.maximum(high, -low)
     finite = torch.isfinite(peak)
     sure = known(finite)
@@ -103,19 +103,28 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     divisor = unit if sure is None or known((unit > LARGE) | (unit < 1 / LARGE)) else None
     if divisor is not None:
         values = values / divisor
-    mean, cov = plan.layout.pack([_part_moments(rows) for rows in plan.layout.stack(values)])
+    ours = values.data_ptr() != x.data_ptr()
+    mean, cov = plan.layout.pack([_part_moments(rows, ours) for rows in plan.layout.stack(values)])
     if divisor is None:
         mean, cov = mean / unit, cov / unit.square()
     total = torch.full_like(unit, x.shape[0] * math.prod([axis.count for axis in view.phase]))
     return Moments(total if sure else torch.where(finite, total, torch.nan), mean, cov, unit)
 
 
-def _part_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of rows (g, n, f), in one centring; what its rounding left is taken off the product."""
+def _as_in_memory(values: Tensor) -> Tensor:
+    """The same values with their axes in the order of memory: some reductions copy what is not."""
+    return values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
+
+
+def _part_moments(rows: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of rows (g, n, f), in one centring; what its rounding left is taken off the product.
+
+    Rows that are `ours` are overwritten: another pass through memory costs as much as the product itself.
+    """
     shift = rows.mean(1, keepdim=True)
-    rows = rows - shift
+    rows = rows.sub_(shift) if ours else rows - shift
     residual = rows.mean(1, keepdim=True)
-    cov = torch.baddbmm(residual.mT * residual, rows.mT, rows, beta=-1.0, alpha=1.0 / rows.shape[1])
+    cov = symmetric_product(rows.mT, rows) / rows.shape[1] - residual.mT * residual
     return (shift + residual).squeeze(1), cov
 
 
