@@ -2,8 +2,9 @@
 
 Every layer computes for its share of a step that was measured on one GPU, and sends what the real network's shapes say.
 Statistics are waited for, layer by layer; gradients travel in buckets of 25 MiB while the backward pass goes on. Both
-use one queue, as they do in one process group; another group has a queue of its own. What counts is the time that sharing adds to a step: BatchNorm's own
-was measured, that of ndpp is what its arithmetic asks for, so the steps themselves are not to be compared.
+use one queue, as they do in one process group; another group has a queue of its own. What counts is the time that
+sharing adds to a step: BatchNorm's own was measured, that of ndpp is what its arithmetic asks for, so the steps
+themselves are not to be compared.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ GPUS = tuple(2**k for k in range(11))
 
 @dataclass(frozen=True)
 class Scheme:
-    """How statistics are shared. group: with how many, None = with all; apart: in a process group of their own, not that
-    of the gradients; every: in each how many-th step; moment: bytes of a number of the second moments; rounds: 1 = the
-    means of every rank have places of their own in one buffer, 2 = means are summed first; all_rows: every rank looks
-    at as many rows as one does alone, not all of them together.
+    """How statistics are shared. group: with how many, None = with all; apart: in a process group of their own, not
+    that of the gradients; every: in each how many-th step; moment: bytes of a number of the second moments; rounds: 1 =
+    the means of every rank have places of their own in one buffer, 2 = means are summed first; all_rows: every rank
+    looks at as many rows as one does alone, not all of them together.
     """
 
     name: str

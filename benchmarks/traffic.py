@@ -24,7 +24,7 @@ class Call:
     """One call of a layer: what it multiplies, and what synchronising it sends. Elements, not bytes.
 
     triangle: of the second moments of all blocks, symmetric part only; means: of all blocks, each as wide as the widest
-    of its layer; channels: those of the BatchNorm that the published network has behind this layer, 0 where it has none;
+    of its layer; channels: those of the BatchNorm that the published network has behind this layer, 0 if it has none;
     outputs: what that one normalises; differentiated: its input has a gradient, so that sharing has a backward pass
     (the images have none).
     """
@@ -39,7 +39,7 @@ class Call:
     differentiated: bool
 
     def statistics_bytes(self, ranks: int, moment: int = FLOAT) -> int:
-        """Forward: one flat buffer of the triangles, and for every rank a place for its count, its unit and its means."""
+        """Forward, one flat buffer: the triangles, and for every rank a place for its count, unit and means."""
         return moment * self.triangle + FLOAT * ranks * (self.means + 2)
 
     def gradient_bytes(self, moment: int = FLOAT) -> int:
