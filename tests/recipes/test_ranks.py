@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,37 @@ KEYS = [
 ]
 
 
+# The command line, on ranks that never take the buffers of the first without having the same already.
+COMPARING = """
+import sys
+import torch
+from ndpp_recipes import cli, parallel
+
+def compared(model, place, share=parallel.share_buffers_):
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    share(model, place)
+    other = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+    assert before and not other, f"rank {place.rank} has other buffers than the first: {other}"
+
+parallel.share_buffers_ = compared
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def _train(
-    out: Path, ranks: int, *changes: str, norm: str = "gn", begin: str = "--resume=auto", check: bool = True
+    out: Path,
+    ranks: int,
+    *changes: str,
+    norm: str = "gn",
+    begin: str = "--resume=auto",
+    check: bool = True,
+    program: Sequence[str] = ("-m", "ndpp_recipes"),
 ) -> subprocess.CompletedProcess[str]:
     """GroupNorm looks at one sample at a time, so that ranks have to make no difference at all."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "localhost:0"]
     keys = [part for text in (*KEYS, *changes) for part in ("--set", text)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "ndpp_recipes", "train", "fashion"]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, "train", "fashion"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--norm", norm, begin, "--out", str(out), *keys],
@@ -73,6 +97,27 @@ def test_two_ranks_train_as_one(tmp_path: Path, parallel: str) -> None:
     results = [_result(tmp_path / run)["final"] for run in ("one", "two")]
     assert results[0]["top1"] == pytest.approx(results[1]["top1"])
     assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "keys", [("parallel=ddp", "ema=0.9", "recalibrate=2"), ("parallel=fsdp",)], ids=["ddp", "fsdp"]
+)
+def test_ranks_share_statistics(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """Every position is looked at, so that two ranks have to compute as one process with the whole batch.
+
+    What the losses of ranks are averages of is equally much: DDP's average of their gradients is the whole one's.
+    """
+    (tmp_path / "comparing.py").write_text(COMPARING)
+    keys = ("epochs=1", "rows=none", "scale_positions=none", *keys)
+    _train(tmp_path / "one", 1, *keys, norm="ndpp")
+    _train(tmp_path / "two", 2, *keys, norm="ndpp", program=[str(tmp_path / "comparing.py")])
+    one, two = _weights(tmp_path / "one"), _weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-4, rtol=1e-3, msg=name)
+    if "recalibrate=2" not in keys:  # which computes with the statistics of parts on its way
+        results = [_result(tmp_path / run)["final"] for run in ("one", "two")]
+        assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("parallel", "norm"), [("ddp", "ndpp"), ("fsdp", "ndpp")])
