@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .whitening import Moments
 
@@ -89,7 +88,7 @@ def join_adjoint(kept: Kept, grad_mean: Tensor, grad_cov: Tensor, group: Process
 
 
 class _Join(torch.autograd.Function):
-    """The two above, as one differentiable operation. Twice differentiable it is not."""
+    """The two above, as one differentiable operation; where its gradient is recorded, by operations that are, too."""
 
     @staticmethod
     def forward(rows: Tensor, mean: Tensor, cov: Tensor, unit: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -101,13 +100,30 @@ class _Join(torch.autograd.Function):
         rows, _, _, unit, *kept = output
         ctx.group = inputs[4]
         ctx.mark_non_differentiable(rows, unit, *kept)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*kept, *inputs[:4])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_mean, grad_cov = join_adjoint(Kept(*ctx.saved_tensors), grads[1], grads[2], ctx.group)
-        return None, grad_mean, grad_cov, None, None
+        kept, local = Kept(*ctx.saved_tensors[:3]), Moments(*ctx.saved_tensors[3:])
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            wanted = local.mean.view_as(local.mean), local.cov.view_as(local.cov)
+            merged, _ = join_forward(local._replace(mean=wanted[0], cov=wanted[1]), ctx.group)
+            found = torch.autograd.grad(merged[1:3], wanted, grads[1:3], create_graph=True)
+            return None, *found, None, None
+        return None, *join_adjoint(kept, grads[1], grads[2], ctx.group), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks, differentiable as often as one likes."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(buffer.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0].clone(), ctx.group), None
 
 
 def total(values: list[float], like: Tensor, group: ProcessGroup) -> list[float]:
@@ -118,6 +134,9 @@ def total(values: list[float], like: Tensor, group: ProcessGroup) -> list[float]
 
 def _all_reduce(buffer: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over all ranks; may overwrite the buffer."""
+    if buffer.requires_grad and torch.is_grad_enabled():
+        summed: Tensor = _Sum.apply(buffer, group)
+        return summed
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
