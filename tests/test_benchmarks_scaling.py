@@ -105,7 +105,9 @@ def test_schemes_compare_as_they_must() -> None:
     layers = [CALL, Call("b", 30, 50, triangle=10, means=4, channels=0, outputs=0, differentiated=True)]
     at = {s.name: predicted(layers, layers, s, 64, Network()) for s in SCHEMES}
     assert at["ndpp, no sync"]["sync_ms"] == at["BatchNorm, no sync"]["sync_ms"] == 0
-    assert at["… inside a node"]["sync_ms"] < at["ndpp, sync all"]["sync_ms"]
+    assert at["… inside a node"]["sync_ms"] < at["… as many rows on every rank"]["sync_ms"]
+    assert at["ndpp, sync all"]["sync_ms"] < at["… as many rows on every rank"]["sync_ms"]
+    assert at["… in a group of their own"]["sync_ms"] <= at["ndpp, sync all"]["sync_ms"]
     assert at["… every 4th step"]["sync_ms"] == pytest.approx(at["ndpp, sync all"]["sync_ms"] / 4)
     assert at["… bf16 moments"]["megabytes"] < at["ndpp, sync all"]["megabytes"]
     assert at["SyncBatchNorm"]["collectives"] == 2  # the second layer has no norm
