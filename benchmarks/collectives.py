@@ -85,7 +85,8 @@ def compared(name: str, ranks: int) -> list[Record]:
 
 def formula(layers: Sequence[Call], ranks: int) -> list[int]:
     """One buffer forward for every call of a layer, and one backward where its input has a gradient."""
-    return [call.statistics_bytes(ranks) for call in layers for _ in range(1 + call.differentiated)]
+    forward = [call.statistics_bytes(ranks) for call in layers]
+    return forward + [call.gradient_bytes() for call in layers if call.differentiated]
 
 
 def inputs(work: Workload, size: Size, rank: int) -> Any:

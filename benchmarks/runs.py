@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ndpp_recipes.comparison import NORM_TITLES, RunRecord, read_run
-from ndpp_recipes.config import from_dict, keys
+from ndpp_recipes.config import from_dict
+from ndpp_recipes.keys import keys
 from ndpp_recipes.recipes import recipe
 
 Record = dict[str, Any]

@@ -2,8 +2,9 @@
 
 Every layer computes for its share of a step that was measured on one GPU, and sends what the real network's shapes say.
 Statistics are waited for, layer by layer; gradients travel in buckets of 25 MiB while the backward pass goes on. Both
-use one queue, as they do in one process group. What counts is the time that sharing adds to a step: BatchNorm's own
-was measured, that of ndpp is what its arithmetic asks for, so the steps themselves are not to be compared.
+use one queue, as they do in one process group; another group has a queue of its own. What counts is the time that
+sharing adds to a step: BatchNorm's own was measured, that of ndpp is what its arithmetic asks for, so the steps
+themselves are not to be compared.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ GPUS = tuple(2**k for k in range(11))
 
 @dataclass(frozen=True)
 class Scheme:
-    """How statistics are shared. group: with how many, None = with all; every: in each how many-th step; moment: bytes
-    of a number of the second moments; rounds: 1 = the means of every rank have places of their own in one buffer, 2 =
-    means are summed first; share_rows: all ranks together look at as many rows as one does alone.
+    """How statistics are shared. group: with how many, None = with all; apart: in a process group of their own, not
+    that of the gradients; every: in each how many-th step; moment: bytes of a number of the second moments; rounds: 1 =
+    the means of every rank have places of their own in one buffer, 2 = means are summed first; all_rows: every rank
+    looks at as many rows as one does alone, not all of them together.
     """
 
     name: str
     batch_norm: bool = False
     group: int | None = None
+    apart: bool = False
     every: int = 1
     moment: int = FLOAT
     rounds: int = 1
-    share_rows: bool = False
+    all_rows: bool = False
 
     def ranks(self, gpus: int) -> int:
         return gpus if self.group is None else min(self.group, gpus)
@@ -58,11 +61,12 @@ SCHEMES = (
     Scheme("SyncBatchNorm", batch_norm=True),
     Scheme("ndpp, no sync", group=OFF),
     Scheme("ndpp, sync all"),
+    Scheme("… in a group of their own", apart=True),
     Scheme("… bf16 moments", moment=2),
     Scheme("… in two rounds", rounds=2),
-    Scheme("… rows shared out", share_rows=True),
+    Scheme("… as many rows on every rank", all_rows=True),
     Scheme("… every 4th step", every=4),
-    Scheme("… inside a node", group=NODE),
+    Scheme("… inside a node", group=NODE, apart=True),
 )
 
 
@@ -93,6 +97,7 @@ class Queue:
 def step(works: Sequence[Work], scheme: Scheme, gpus: int, network: Network) -> float:
     """Seconds of one step in which statistics are shared."""
     queue, now = Queue(), 0.0
+    gradients = Queue() if scheme.apart else queue
     for work in works:
         forward, _ = collectives(work.call, scheme, gpus, network)
         now += work.forward
@@ -106,11 +111,11 @@ def step(works: Sequence[Work], scheme: Scheme, gpus: int, network: Network) -> 
             now = queue.post(now, seconds)
         bucket += FLOAT * work.call.parameters
         if bucket >= cap:
-            queue.post(now, network.all_reduce(bucket, gpus))
+            gradients.post(now, network.all_reduce(bucket, gpus))
             bucket, cap = 0, BUCKET
     if bucket:
-        queue.post(now, network.all_reduce(bucket, gpus))
-    return max(now, queue.free)
+        gradients.post(now, network.all_reduce(bucket, gpus))
+    return max(now, gradients.free)
 
 
 Sent = list[tuple[float, float]]  # seconds and bytes of collectives
@@ -129,8 +134,9 @@ def collectives(call: Call, scheme: Scheme, gpus: int, network: Network) -> tupl
         sizes = [call.statistics_bytes(ranks, scheme.moment)]
     else:
         sizes = [FLOAT * (call.means + 2), scheme.moment * call.triangle]
-    sent = [(network.all_reduce(size, ranks), float(size)) for size in sizes]
-    return sent, sent if call.differentiated else []
+    back = [call.gradient_bytes(scheme.moment)] if call.differentiated else []
+    sent, returned = ([(network.all_reduce(size, ranks), float(size)) for size in way] for way in (sizes, back))
+    return sent, returned
 
 
 def works(calls: Sequence[Call], reference: Sequence[Call], scheme: Scheme, gpus: int) -> list[Work]:
@@ -140,7 +146,7 @@ def works(calls: Sequence[Call], reference: Sequence[Call], scheme: Scheme, gpus
         return seconds / sum(map(amount, reference))
 
     products, outputs = rate(FLOOR, lambda c: c.products), rate(BATCH_NORM, lambda c: c.outputs)
-    rows = ROWS / (scheme.ranks(gpus) if scheme.share_rows else 1)
+    rows = ROWS / (1 if scheme.all_rows else scheme.ranks(gpus))
     triangles = rate(rows + SOLVER, lambda c: c.triangle)
     made = []
     for call in calls:

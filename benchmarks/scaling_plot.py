@@ -55,4 +55,4 @@ def draw_panel(axes: Any, records: Sequence[dict[str, Any]]) -> None:
 def assumed(values: dict[str, float]) -> str:
     inside = f"{values['hop_us']:g} µs a hop and {values['GB/s']:g} GB/s inside a node of {values['gpus_of_a_node']:g}"
     between = f"{values['hop_between_us']:g} µs and {values['GB/s_between']:g} GB/s between nodes"
-    return f"Assumed: {inside}, {between}, {values['launch_us']:g} µs to begin; gradients share the network."
+    return f"Assumed: {inside}, {between}, {values['launch_us']:g} µs to begin; one queue for each process group."

@@ -23,9 +23,10 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class Call:
     """One call of a layer: what it multiplies, and what synchronising it sends. Elements, not bytes.
 
-    triangle: of the second moments of all blocks, symmetric part only; means: of all blocks; channels: those of the
-    BatchNorm that the published network has behind this layer, 0 where it has none; outputs: what that one normalises;
-    differentiated: its input has a gradient, so that sharing has a backward pass (the images have none).
+    triangle: of the second moments of all blocks, symmetric part only; means: of all blocks, each as wide as the widest
+    of its layer; channels: those of the BatchNorm that the published network has behind this layer, 0 if it has none;
+    outputs: what that one normalises; differentiated: its input has a gradient, so that sharing has a backward pass
+    (the images have none).
     """
 
     name: str
@@ -38,8 +39,12 @@ class Call:
     differentiated: bool
 
     def statistics_bytes(self, ranks: int, moment: int = FLOAT) -> int:
-        """One flat buffer: the triangles, and for every rank a place for its count, its flag and its means."""
+        """Forward, one flat buffer: the triangles, and for every rank a place for its count, unit and means."""
         return moment * self.triangle + FLOAT * ranks * (self.means + 2)
+
+    def gradient_bytes(self, moment: int = FLOAT) -> int:
+        """Backward: the gradients of the common triangles and means."""
+        return moment * self.triangle + FLOAT * self.means
 
 
 def batch_norm_bytes(channels: int) -> tuple[int, int]:
@@ -65,13 +70,13 @@ def calls(build: Callable[[], nn.Module], run: Callable[[nn.Module], object], la
 
 def called(name: str, layer: Decorrelated, x: Tensor, y: Tensor, channels: int, larger: float, again: bool) -> Call:
     positions = x if isinstance(layer, TRANSPOSED) else y
-    widths = layer.layout.widths
+    blocks, width = layer.running_mean.shape
     return Call(
         name,
         products=round(larger * positions.numel() * layer.weight[0].numel()),
         parameters=0 if again else sum(parameter.numel() for parameter in layer.parameters(recurse=False)),
-        triangle=sum(g * f * (f + 1) // 2 for g, f in widths),
-        means=sum(g * f for g, f in widths),
+        triangle=blocks * width * (width + 1) // 2,
+        means=blocks * width,
         channels=channels,
         outputs=round(larger * y.numel()) if channels else 0,
         differentiated=x.requires_grad,

@@ -1,7 +1,6 @@
 """The model of communication by hand, what it says at its ends, and the counting of collectives."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
@@ -59,6 +58,8 @@ CALL = Call("a", 10, 100, triangle=6, means=3, channels=5, outputs=20, different
 def test_what_is_sent() -> None:
     assert CALL.statistics_bytes(ranks=4) == 4 * 6 + 4 * 4 * (3 + 2)
     assert CALL.statistics_bytes(ranks=4, moment=2) == 2 * 6 + 4 * 4 * (3 + 2)
+    assert CALL.gradient_bytes() == 4 * (6 + 3)
+    assert CALL.gradient_bytes(moment=2) == 2 * 6 + 4 * 3
     assert batch_norm_bytes(5) == (44, 40)
 
 
@@ -72,11 +73,11 @@ def test_collectives_wait_for_each_other() -> None:
 def test_a_step_by_hand() -> None:
     """Two ranks, two layers: statistics are waited for both ways, gradients (one bucket) follow at the end."""
     works = [Work(1.0, 2.0, CALL), Work(1.0, 2.0, CALL)]
-    statistics = NETWORK.all_reduce(CALL.statistics_bytes(2), 2)
+    statistics = NETWORK.all_reduce(CALL.statistics_bytes(2), 2) + NETWORK.all_reduce(CALL.gradient_bytes(), 2)
     gradients = NETWORK.all_reduce(800, 2)
     assert step(works, Scheme("off", group=OFF), 1, NETWORK) == pytest.approx(6)
     assert step(works, Scheme("off", group=OFF), 2, NETWORK) == pytest.approx(6 + gradients)
-    assert step(works, Scheme("all"), 2, NETWORK) == pytest.approx(6 + 4 * statistics + gradients)
+    assert step(works, Scheme("all"), 2, NETWORK) == pytest.approx(6 + 2 * statistics + gradients)
 
 
 def test_gradients_travel_while_the_backward_pass_goes_on() -> None:
@@ -87,11 +88,26 @@ def test_gradients_travel_while_the_backward_pass_goes_on() -> None:
     assert step(works, Scheme("off", group=OFF), 2, network) == pytest.approx(2 + one)  # the first is hidden
 
 
+def test_statistics_wait_for_gradients_only_in_the_same_group() -> None:
+    heavy = Call("a", 10, 2**20, triangle=6, means=3, channels=5, outputs=20, differentiated=True)
+    works = [Work(0.0, 1.0, heavy), Work(0.0, 1.0, heavy)]
+    network = Network(Link(0.0, 2**22 / 3.0), launch=0.0)
+    bucket = network.all_reduce(2**22, 2)  # of the first layer: three seconds, and the second computes for one
+    small = [network.all_reduce(size, 2) for size in (heavy.statistics_bytes(2), heavy.gradient_bytes())]
+    waited = step(works, Scheme("all"), 2, network)
+    assert waited == pytest.approx(2 * small[0] + 1 + small[1] + bucket + small[1] + bucket)
+    assert step(works, Scheme("apart", apart=True), 2, network) == pytest.approx(
+        2 * small[0] + 1 + small[1] + 2 * bucket
+    )
+
+
 def test_schemes_compare_as_they_must() -> None:
     layers = [CALL, Call("b", 30, 50, triangle=10, means=4, channels=0, outputs=0, differentiated=True)]
     at = {s.name: predicted(layers, layers, s, 64, Network()) for s in SCHEMES}
     assert at["ndpp, no sync"]["sync_ms"] == at["BatchNorm, no sync"]["sync_ms"] == 0
-    assert at["… inside a node"]["sync_ms"] < at["ndpp, sync all"]["sync_ms"]
+    assert at["… inside a node"]["sync_ms"] < at["… as many rows on every rank"]["sync_ms"]
+    assert at["ndpp, sync all"]["sync_ms"] < at["… as many rows on every rank"]["sync_ms"]
+    assert at["… in a group of their own"]["sync_ms"] <= at["ndpp, sync all"]["sync_ms"]
     assert at["… every 4th step"]["sync_ms"] == pytest.approx(at["ndpp, sync all"]["sync_ms"] / 4)
     assert at["… bf16 moments"]["megabytes"] < at["ndpp, sync all"]["megabytes"]
     assert at["SyncBatchNorm"]["collectives"] == 2  # the second layer has no norm
@@ -119,8 +135,8 @@ def test_calls_of_a_network() -> None:
     assert (first.name, second.name, third.name) == ("first", "second", "second")
     assert first.products == 4 * 2 * 64 * 70 * 27
     assert (first.triangle, first.means) == (27 * 28 // 2, 27)
-    assert second.means == 70  # blocks of 64 and 6, each as wide as it is
-    assert second.triangle == 64 * 65 // 2 + 6 * 7 // 2
+    assert second.means == 2 * 64  # blocks of 64 and 6, which is sent as if it were 64
+    assert second.triangle == 2 * 64 * 65 // 2
     assert (first.channels, second.channels, first.outputs) == (70, 0, 4 * 2 * 70 * 64)
     assert (second.parameters, third.parameters) == (70 * 70 + 70, 0)
     assert [first.differentiated, second.differentiated] == [False, True]
@@ -161,7 +177,6 @@ def test_collectives_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(importlib.util.find_spec("ndpp.sync") is None, reason="nothing is synchronised yet")
 def test_a_real_step_sends_what_the_model_says() -> None:
     counted, expected, _ = collectives.compared("resnet18", 2)
     assert (counted["sent"], counted["bytes"]) == (expected["sent"], expected["bytes"])

@@ -87,6 +87,14 @@ def test_core_is_small() -> None:
     assert sum(lines[name] for name in CORE) < 3000
 
 
+def test_every_file_has_a_row_in_the_architecture() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in sorted((ROOT / "src").glob("*/**/*.py")):
+        folder = path.parent.name
+        named = f"{path.name}`" in page or (folder not in ("ndpp", "ndpp_recipes") and f"`{folder}/`" in page)
+        assert named or path.name in ("__init__.py", "__main__.py", "version.py"), path
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

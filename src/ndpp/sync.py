@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .whitening import Moments
 
@@ -39,8 +38,7 @@ def group_of(sync: bool | ProcessGroup) -> ProcessGroup | None:
 
 def join(local: Moments, group: ProcessGroup) -> Moments:
     """Moments of the rows of all ranks. The gradient of every rank's loss reaches the rows of every rank."""
-    rows, mean, cov, unit, *_ = _Join.apply(*local, group)
-    return Moments(rows, mean, cov, unit)
+    return Moments(*_Join.apply(*local, group)[:4])
 
 
 def join_forward(local: Moments, group: ProcessGroup) -> tuple[Moments, Kept]:
@@ -52,15 +50,14 @@ def join_forward(local: Moments, group: ProcessGroup) -> tuple[Moments, Kept]:
     """
     g, f = local.mean.shape
     world, rank = group.size(), group.rank()
-    buffer = local.mean.new_zeros(g * f * (f + 1) // 2 + world * (2 + g * f))
-    triangle, slots = buffer[: g * f * (f + 1) // 2], buffer[g * f * (f + 1) // 2 :].view(world, 2 + g * f)
-    triangle.copy_(_upper(local.cov * local.unit * local.unit * local.rows))
+    slots = local.mean.new_zeros(world, 2 + g * f)
     slots[rank] = torch.cat([local.rows[None], local.unit[None], (local.mean * local.unit).flatten()])
-    buffer = _all_reduce(buffer, group)
+    upper = _upper(local.cov * local.unit * local.unit * local.rows)
+    buffer = _all_reduce(torch.cat([upper, slots.flatten()]), group)
 
     finite = torch.isfinite(buffer).all()
     buffer = torch.where(finite, buffer, 0.0)
-    triangle, slots = buffer[: g * f * (f + 1) // 2], buffer[g * f * (f + 1) // 2 :].view(world, 2 + g * f)
+    triangle, slots = buffer[: len(upper)], buffer[len(upper) :].view(world, 2 + g * f)
     rows, units, means = slots[:, 0], slots[:, 1], slots[:, 2:]
     total, peak = rows.sum(), torch.where(rows > 0, units, 0.0).amax()
     unit = torch.where(peak > 0, peak, 1.0)
@@ -80,8 +77,7 @@ def join_forward(local: Moments, group: ProcessGroup) -> tuple[Moments, Kept]:
 def join_adjoint(kept: Kept, grad_mean: Tensor, grad_cov: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's mean and covariance, of the sum of all ranks' losses."""
     g, f = grad_mean.shape
-    upper = _upper((grad_cov + grad_cov.mT) / 2)
-    buffer = _all_reduce(torch.cat([grad_mean.flatten(), upper]), group)
+    buffer = _all_reduce(torch.cat([grad_mean.flatten(), _upper((grad_cov + grad_cov.mT) / 2)]), group)
     dm, dc = buffer[: g * f].view(g, f), _symmetric(buffer[g * f :], g, f)
     dm = dm + 2 * (dc * kept.delta[:, None, :]).sum(2)  # no product of matrices: autocast would round it
     scale = kept.share * kept.ratio
@@ -89,7 +85,7 @@ def join_adjoint(kept: Kept, grad_mean: Tensor, grad_cov: Tensor, group: Process
 
 
 class _Join(torch.autograd.Function):
-    """The two above, as one differentiable operation. Twice differentiable it is not."""
+    """The two above, as one differentiable operation; where its gradient is recorded, by operations that are, too."""
 
     @staticmethod
     def forward(rows: Tensor, mean: Tensor, cov: Tensor, unit: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -101,29 +97,44 @@ class _Join(torch.autograd.Function):
         rows, _, _, unit, *kept = output
         ctx.group = inputs[4]
         ctx.mark_non_differentiable(rows, unit, *kept)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*kept, *inputs[:4])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_mean, grad_cov = join_adjoint(Kept(*ctx.saved_tensors), grads[1], grads[2], ctx.group)
-        return None, grad_mean, grad_cov, None, None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            rows, mean, cov, unit = (t.view_as(t) for t in ctx.saved_tensors[3:])
+            merged, _ = join_forward(Moments(rows, mean, cov, unit), ctx.group)
+            return None, *torch.autograd.grad(merged[1:3], (mean, cov), grads[1:3], create_graph=True), None, None
+        return None, *join_adjoint(Kept(*ctx.saved_tensors[:3]), grads[1], grads[2], ctx.group), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks, differentiable as often as one likes."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(buffer.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0].clone(), ctx.group), None
 
 
 def total(values: list[float], like: Tensor, group: ProcessGroup) -> list[float]:
     """A few numbers, each added up over the ranks, outside any graph; `like` says on which device."""
-    sums: list[float] = _all_reduce(torch.tensor(values, dtype=torch.float64, device=like.device), group).tolist()
-    return sums
+    sums = _all_reduce(torch.tensor(values, dtype=torch.float64, device=like.device), group)
+    return [float(value) for value in sums]
 
 
 def _all_reduce(buffer: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over all ranks; may overwrite the buffer."""
+    if buffer.requires_grad and torch.is_grad_enabled():
+        return _Sum.apply(buffer, group)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
-        traced: Any = functional
-        done: Tensor = traced.wait_tensor(traced.all_reduce(buffer, "sum", group))
-        return done
+        return functional.wait_tensor(functional.all_reduce(buffer, "sum", group))  # type: ignore[no-untyped-call, no-any-return]
     try:
         dist.all_reduce(buffer, group=group)
     except RuntimeError as error:
@@ -146,6 +157,5 @@ def _symmetric(upper: Tensor, g: int, f: int) -> Tensor:
     """Back from `_upper`."""
     i, j = torch.triu_indices(f, f, device=upper.device)
     matrices = upper.new_zeros(g, f, f)
-    matrices[:, i, j] = upper.view(g, -1)
-    matrices[:, j, i] = upper.view(g, -1)
+    matrices[:, i, j] = matrices[:, j, i] = upper.view(g, -1)
     return matrices

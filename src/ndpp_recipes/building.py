@@ -20,8 +20,9 @@ import ndpp
 from ndpp.feeding import evaluating
 
 from . import checkpoints, parallel
-from .config import Config, RunConfig, from_dict, keys
+from .config import Config, RunConfig, from_dict
 from .errors import ConfigError, RecipeError
+from .keys import keys
 from .loading import Loader, random_state, restore_random_
 from .norms import apply_norm_
 from .tasks import Task

@@ -21,8 +21,9 @@ from ndpp.__main__ import COMMANDS as CORE
 from ndpp.__main__ import Command, Failure
 from ndpp.__main__ import main as run_command
 
-from .config import NORMS, Config, keys, parsed
+from .config import NORMS, Config
 from .errors import ConfigError, RecipeError, Stopped
+from .keys import keys, parsed
 from .recipes import PRESETS, RECIPES, card, recipe
 
 # --- what several commands share ---

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, get_args
 
 import ndpp
 
 from .errors import ConfigError
-
-Section = TypeVar("Section")
+from .keys import changed, hints, options
 
 OptimizerName = Literal["sgd", "adamw", "muon", "lamb"]
 ScheduleName = Literal["cosine", "polynomial", "inverse-sqrt", "multistep", "constant"]
@@ -135,10 +130,12 @@ class LanguageData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """name: which normalisation; settings: of the ndpp layers, whose scale is used by `ndpp` and not by `nd`."""
+    """name: which normalisation; settings: of the ndpp layers, whose scale is used by `ndpp` and not by `nd`. Ranks
+    share statistics and compute as one process, unless settings.sync is false.
+    """
 
     name: NormName = "ndpp"
-    settings: ndpp.Settings = field(default_factory=lambda: ndpp.Settings(scale="l1"))
+    settings: ndpp.Settings = field(default_factory=lambda: ndpp.Settings(scale="l1", sync=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +229,7 @@ class Config:
 
     def changed(self, changes: dict[str, Any]) -> Config:
         """A copy with some keys changed: full ones as `optimizer.lr`, or `lr` where no other section has one."""
-        config = self
-        for key, value in changes.items():
-            path = _full_key(config, key)
-            config = _with(config, path, value, ".".join(path))
-        return config
+        return changed(self, changes)
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = _plain(self)
@@ -264,15 +257,15 @@ DATA_SECTIONS: dict[str, type[DataConfig]] = {
 
 def from_dict(values: dict[str, Any]) -> Config:
     """A configuration from what `to_dict` gave and JSON kept."""
-    hints = {**typing.get_type_hints(Config), "data": DATA_SECTIONS[values["task"]]}
-    return Config(**{name: _built(hints[name], value) for name, value in values.items()})
+    kinds = {**hints(Config), "data": DATA_SECTIONS[values["task"]]}
+    return Config(**{name: _built(kinds[name], value) for name, value in values.items()})
 
 
 def _built(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind, localns={"ProcessGroup": object})
-        return kind(**{name: _built(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-    return tuple(value) if isinstance(value, list) and _options(kind, tuple) else value
+        kinds = hints(kind)
+        return kind(**{name: _built(kinds[name], item) for name, item in value.items()})  # type: ignore[operator]
+    return tuple(value) if isinstance(value, list) and options(kind, tuple) else value
 
 
 def _plain(value: Any) -> Any:
@@ -281,118 +274,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def parsed(assignments: list[str]) -> dict[str, str]:
-    """`key=value` as typed on a command line."""
-    changes = {}
-    for text in assignments:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"--set takes KEY=VALUE; got {text!r}")
-        changes[key.strip()] = value.strip()
-    return changes
-
-
-def keys(config: Config) -> dict[str, Any]:
-    """Every key that can be set, with its value."""
-    found: dict[str, Any] = {}
-
-    def visit(section: Any, prefix: str) -> None:
-        for name in (f.name for f in dataclasses.fields(section)):
-            value = getattr(section, name)
-            if dataclasses.is_dataclass(value):
-                visit(value, f"{prefix}{name}.")
-            else:
-                found[f"{prefix}{name}"] = value
-
-    visit(config, "")
-    return found
-
-
-def _full_key(config: Config, key: str) -> list[str]:
-    known = keys(config)
-    if key in known or key.startswith("model.options."):
-        return key.split(".", 2) if key.startswith("model.options.") else key.split(".")
-    ends = [full for full in known if full.endswith(f".{key}")]
-    depth = min((full.count(".") for full in ends), default=0)
-    ends = [full for full in ends if full.count(".") == depth]  # run.steps before norm.settings.steps
-    if len(ends) == 1:
-        return ends[0].split(".")
-    if len(ends) > 1:
-        raise ConfigError(f"{key!r} could be {' or '.join(ends)}; give the full key")
-    short = {full.rsplit(".", 1)[-1]: full for full in known}
-    near = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.5)
-    hint = f"; did you mean {short.get(near[0], near[0])!r}?" if near else "; `ndpp recipes show NAME` lists all keys"
-    raise ConfigError(f"no key {key!r}{hint}")
-
-
-def _with(section: Any, path: list[str], value: Any, full: str) -> Any:
-    name, *rest = path
-    if isinstance(section, dict):
-        return {**section, name: _literal(value)}
-    if rest:
-        new = _with(getattr(section, name), rest, value, full)
-    else:
-        hints = typing.get_type_hints(type(section), localns={"ProcessGroup": object})
-        new = _converted(hints[name], value, full)
-    try:
-        return dataclasses.replace(section, **{name: new})
-    except (ValueError, TypeError) as error:  # ndpp.Settings checks itself
-        raise ConfigError(f"{full}: {str(error).removeprefix(f'{name}: ')}") from error
-
-
-def _literal(value: Any) -> Any:
-    try:
-        return ast.literal_eval(value) if isinstance(value, str) else value
-    except (ValueError, SyntaxError):
-        return value
-
-
-def _options(kind: Any, wanted: Any) -> list[Any]:
-    """The alternatives of a type that are `wanted`, itself or as a generic."""
-    alternatives = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return [option for option in alternatives if option is wanted or get_origin(option) is wanted]
-
-
-def _converted(kind: Any, value: Any, key: str) -> Any:
-    """A value of the field's type, from text or from Python."""
-    original, value = value, _literal(value)
-    if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
-        value = {"true": True, "false": False}.get(value.lower())
-    for choice in _options(kind, Literal):
-        if original in get_args(choice):
-            return original
-        raise ConfigError(f"{key}: expected one of {', '.join(get_args(choice))}; got {original!r}")
-    if value is None and _options(kind, type(None)):
-        return None
-    if _options(kind, bool) and isinstance(value, bool):
-        return value
-    if _options(kind, int) and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if _options(kind, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    for option in _options(kind, tuple):
-        return _as_tuple(option, original, value, key)
-    if _options(kind, dict) and isinstance(value, dict):
-        return value
-    if _options(kind, str) and original is not None:
-        return str(original)
-    raise ConfigError(f"{key}: expected {_described(kind)}; got {original!r}")
-
-
-def _as_tuple(kind: Any, original: Any, value: Any, key: str) -> Any:
-    items = list(value) if isinstance(value, (tuple, list)) else None
-    if items is None:
-        items = original.split(",") if isinstance(original, str) else [value]
-    inner, *more = get_args(kind)
-    size = None if more and more[-1] is Ellipsis else 1 + len(more)
-    if size is not None and len(items) != size:
-        raise ConfigError(f"{key}: expected {size} values separated by commas; got {original!r}")
-    return tuple(_converted(inner, item, key) for item in items)
-
-
-def _described(kind: Any) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none", dict: "{}"}
-    alternatives = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return " or ".join(names.get(option, str(option)) for option in alternatives)

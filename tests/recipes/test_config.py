@@ -7,8 +7,9 @@ import json
 import pytest
 
 import ndpp
-from ndpp_recipes.config import NORMS, Config, ImageData, ModelConfig, from_dict, keys, parsed
+from ndpp_recipes.config import NORMS, Config, ImageData, ModelConfig, from_dict
 from ndpp_recipes.errors import ConfigError
+from ndpp_recipes.keys import keys, parsed
 from ndpp_recipes.recipes import PRESETS, RECIPES, card, recipe
 
 
@@ -35,6 +36,7 @@ def config() -> Config:
         ("data.mean=(0.1, 0.2)", "data.mean", (0.1, 0.2)),
         ("rows=256", "norm.settings.rows", 256),
         ("rows=none", "norm.settings.rows", None),
+        ("sync=false", "norm.settings.sync", False),
         ("model.name=007", "model.name", "007"),
         ("data.path=a=b", "data.path", "a=b"),
     ],
@@ -61,6 +63,7 @@ def test_options_of_a_model_are_free(config: Config) -> None:
         ("lr=none", r"optimizer.lr: expected a number; got 'none'"),
         ("epochs=2.5", r"run.epochs: expected an integer; got '2.5'"),
         ("epochs=true", r"run.epochs: expected an integer; got 'true'"),
+        ("sync=3", r"norm.settings.sync: expected true or false; got '3'"),
         ("compile=3", r"run.compile: expected true or false; got '3'"),
         ("precision=f8", r"run.precision: expected one of fp32, bf16, fp16; got 'f8'"),
         ("betas=0.9", r"optimizer.betas: expected 2 values separated by commas; got '0.9'"),
@@ -112,7 +115,7 @@ def test_the_papers_numbers() -> None:
         assert (config.run.batch_size, config.run.epochs, config.schedule.name) == (2048, 90, "cosine")
         assert config.schedule.warmup == 0
     assert (ours.optimizer.weight_decay, theirs.optimizer.weight_decay) == (1e-3, 5e-4)
-    assert ours.norm.settings == ndpp.Settings.paper(scale="l1")
+    assert ours.norm.settings == ndpp.Settings.paper(scale="l1", sync=True)
     vgg, dense = recipe("paper-vgg11"), recipe("paper-densenet121")
     assert (vgg.optimizer.weight_decay, dense.optimizer.weight_decay) == (5e-4, 1e-3)
     single = recipe("paper-resnet50-lr1").optimizer
@@ -125,5 +128,5 @@ def test_the_papers_numbers() -> None:
     assert scratch.optimizer.lr == 0.1
     deeplab = recipe("paper-deeplab-scratch")
     assert (deeplab.schedule.power, deeplab.norm.settings.scale) == (0.9, "none")  # reported without scale invariance
-    assert recipe("paper-mask-rcnn").norm.settings == ndpp.Settings.paper(scale="l1", stride=5)
+    assert recipe("paper-mask-rcnn").norm.settings == ndpp.Settings.paper(scale="l1", stride=5, sync=True)
     assert recipe("paper-vit").run.steps == 10_000

@@ -12,8 +12,8 @@ from tests.recipes.tiny import QUICK, TINY
 
 from ndpp_recipes import Config, Trainer, checkpoints, export, open_run, recipe, train
 from ndpp_recipes.bench import bench
-from ndpp_recipes.config import parsed
 from ndpp_recipes.errors import NonFiniteError
+from ndpp_recipes.keys import parsed
 from ndpp_recipes.parallel import Place, device_named
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.recipes.tiny import QUICK, TINY
 
 from ndpp_recipes import checkpoints
 
@@ -28,14 +30,38 @@ KEYS = [
 ]
 
 
+# The command line, on ranks that never take the buffers of the first without having the same already.
+COMPARING = """
+import sys
+import torch
+from ndpp_recipes import cli, parallel
+
+def compared(model, place, share=parallel.share_buffers_):
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    share(model, place)
+    other = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+    assert before and not other, f"rank {place.rank} has other buffers than the first: {other}"
+
+parallel.share_buffers_ = compared
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def _train(
-    out: Path, ranks: int, *changes: str, norm: str = "gn", begin: str = "--resume=auto", check: bool = True
+    out: Path,
+    ranks: int,
+    *changes: str,
+    norm: str = "gn",
+    begin: str = "--resume=auto",
+    check: bool = True,
+    program: Sequence[str] = ("-m", "ndpp_recipes"),
+    recipe: Sequence[str] = ("fashion",),
 ) -> subprocess.CompletedProcess[str]:
     """GroupNorm looks at one sample at a time, so that ranks have to make no difference at all."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "localhost:0"]
-    keys = [part for text in (*KEYS, *changes) for part in ("--set", text)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "ndpp_recipes", "train", "fashion"]
+    keys = [part for text in (*(KEYS if "fashion" in recipe else ()), *changes) for part in ("--set", text)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, "train", *recipe]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--norm", norm, begin, "--out", str(out), *keys],
@@ -73,6 +99,47 @@ def test_two_ranks_train_as_one(tmp_path: Path, parallel: str) -> None:
     results = [_result(tmp_path / run)["final"] for run in ("one", "two")]
     assert results[0]["top1"] == pytest.approx(results[1]["top1"])
     assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "keys", [("parallel=ddp", "ema=0.9", "recalibrate=2"), ("parallel=fsdp",)], ids=["ddp", "fsdp"]
+)
+def test_ranks_share_statistics(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """Every position is looked at, so that two ranks have to compute as one process with the whole batch.
+
+    What the losses of ranks are averages of is equally much: DDP's average of their gradients is the whole one's.
+    """
+    (tmp_path / "comparing.py").write_text(COMPARING)
+    keys = ("epochs=1", "rows=none", "scale_positions=none", *keys)
+    _train(tmp_path / "one", 1, *keys, norm="ndpp")
+    _train(tmp_path / "two", 2, *keys, norm="ndpp", program=[str(tmp_path / "comparing.py")])
+    one, two = _weights(tmp_path / "one"), _weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert (two[name] - value).double().norm() <= 1e-4 * value.double().norm(), name
+    if "recalibrate=2" not in keys:  # which computes with the statistics of parts on its way
+        results = [_result(tmp_path / run)["final"] for run in ("one", "two")]
+        assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-3)
+
+
+def test_a_rank_without_objects(tmp_path: Path) -> None:
+    """Of four images one has a box: in one of two steps a rank has no mask to learn from, in the other none has."""
+    pytest.importorskip("pycocotools")
+    (tmp_path / "comparing.py").write_text(COMPARING)
+    folder = TINY["mask-rcnn"].make(tmp_path / "coco")
+    found = json.loads((folder / "train.json").read_text())
+    (folder / "train.json").write_text(json.dumps({**found, "annotations": found["annotations"][:1]}))
+    keys = [*QUICK, *TINY["mask-rcnn"].changes, "run.steps=2", "eval_every=2", "timeout=60"]
+    program = [str(tmp_path / "comparing.py")]
+    _train(tmp_path / "two", 2, *keys, norm="ndpp", program=program, recipe=("mask-rcnn", "--data", str(folder)))
+    assert _result(tmp_path / "two")["steps"] == 2
+
+
+def test_ranks_keep_statistics_of_their_own_if_asked(tmp_path: Path) -> None:
+    (tmp_path / "comparing.py").write_text(COMPARING)
+    program = [str(tmp_path / "comparing.py")]
+    done = _train(tmp_path / "two", 2, "run.steps=1", "sync=false", norm="ndpp", check=False, program=program)
+    assert "rank 1 has other buffers than the first: [" in done.stderr
 
 
 @pytest.mark.parametrize(("parallel", "norm"), [("ddp", "ndpp"), ("fsdp", "ndpp")])

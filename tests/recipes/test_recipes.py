@@ -11,7 +11,7 @@ from tests.recipes.tiny import QUICK, TINY
 
 import ndpp
 from ndpp_recipes import NORMS, RECIPES, Config, RecipeError, Trainer, export, open_run, recipe, train
-from ndpp_recipes.config import parsed
+from ndpp_recipes.keys import parsed
 from ndpp_recipes.parallel import Place
 from ndpp_recipes.race import Race
 
