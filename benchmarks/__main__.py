@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import adoption, cpu_table, data, defaults, growth, inference, layer, runs, solver, step, summary, sweep
+from . import adoption, cpu_table, data, defaults, growth, inference, kernels, layer, runs, solver, step, summary, sweep
 
 COMMANDS = {
     "step": step,
@@ -13,6 +13,7 @@ COMMANDS = {
     "growth": growth,
     "cpu-table": cpu_table,
     "inference": inference,
+    "kernels": kernels,
     "defaults": defaults,
     "adoption": adoption,
     "sweep": sweep,

@@ -1,6 +1,6 @@
 """Every stage of a training call: plain twins against float64 data matrices, kernels against their twins.
 
-The tests of kernels (`*_kernel`) run on a CUDA device, and on the CPU in Triton's interpreter, where `test_interpreter`
+The tests of kernels (`test_kernel_of_*`) run on a CUDA device, and on the CPU in Triton's interpreter, where `test_interpreter`
 runs this file again in a process of its own. `benchmarks` runs this file before it times anything.
 """
 
@@ -18,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ndpp
 import oracles
+from benchmarks import kernels as built_for
 from ndpp import kernels
 from ndpp.geometry import Layout, conv_grid, pointwise_grid
 from ndpp.kernels import Plan, View, plain
@@ -236,7 +238,7 @@ def test_root_adjoint(blocks: int, f: int, last: int, solver: str) -> None:
 @formats
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_moments_kernel(case: Case, channels_last: bool, dtype: torch.dtype, device: str) -> None:
+def test_kernel_of_moments(case: Case, channels_last: bool, dtype: torch.dtype, device: str) -> None:
     """Values, and every gradient, of moments; outputs start as NaN."""
     if INTERPRETED and channels_last != (dtype == torch.bfloat16):
         pytest.skip("half of the combinations: the interpreter is slow")
@@ -253,10 +255,10 @@ def test_moments_kernel(case: Case, channels_last: bool, dtype: torch.dtype, dev
     close(got.cov, want.cov, tolerance, "cov")
     assert torch.equal(got.cov, got.cov.mT)
     of_mean, of_cov = torch.randn_like(want.mean), torch.randn_like(want.cov)
-    start = torch.randn_like(x) if dtype == torch.float32 or plan.layout.taps > 1 else torch.zeros_like(x)
+    start = torch.randn_like(x) if dtype == torch.float32 else torch.zeros_like(x)  # which rounds to nothing else
     if INTERPRETED and plan.layout.taps > 1:
         start = start.float()  # the interpreter adds atomically in float32 only
-    grads = start.clone(), start.float()
+    grads = start.clone(), start.float().clone()
     arguments = of_mean, of_cov, want, x, gain, draws, view, plan
     with poisoned():
         of_gain = taken("moments_adjoint_")(grads[0], *arguments)
@@ -288,7 +290,7 @@ class poisoned:
 @on_device
 @pytest.mark.parametrize("solver", ["newton", "minimax"])
 @pytest.mark.parametrize(("blocks", "f", "last"), ROOTS)
-def test_root_kernel(blocks: int, f: int, last: int, solver: str, device: str) -> None:
+def test_kernel_of_root(blocks: int, f: int, last: int, solver: str, device: str) -> None:
     stats, plan = some_moments(blocks, f, last, device)
     plan = replace(plan, solver=solver)
     with poisoned():
@@ -301,7 +303,7 @@ def test_root_kernel(blocks: int, f: int, last: int, solver: str, device: str) -
 
 
 @on_device
-def test_nothing_seen_kernel(device: str) -> None:
+def test_kernel_of_nothing(device: str) -> None:
     """Values that are not finite: no rows, zeros, D = I·unit and no gradient, without the host being asked."""
     case = CASES[7]
     for bad in (math.nan, math.inf):
@@ -323,7 +325,7 @@ def test_nothing_seen_kernel(device: str) -> None:
 
 @on_device
 @pytest.mark.parametrize("size", [1e-30, 1e-18, 1e18, 1e37])
-def test_extreme_magnitudes_kernel(size: float, device: str) -> None:
+def test_kernel_of_extreme_magnitudes(size: float, device: str) -> None:
     case = CASES[7]
     x, plan, view, draws = case.input().to(device) * size, case.plan(eps=0.0), case.view(), draw(device)
     got, want = taken("moments")(x, None, draws, view, plan), plain.moments(x, None, draws, view, plan)
@@ -333,7 +335,7 @@ def test_extreme_magnitudes_kernel(size: float, device: str) -> None:
 
 
 @on_device
-def test_far_off_centre_kernel(device: str) -> None:
+def test_kernel_of_data_off_centre(device: str) -> None:
     """A mean a thousand times the deviation, and a constant column, which has exactly no variance to speak of."""
     case = CASES[4]
     x, plan, view, draws = case.input().to(device) + 1000, case.plan(), case.view(), draw(device)
@@ -342,6 +344,37 @@ def test_far_off_centre_kernel(device: str) -> None:
     want = plain.moments(x.double(), None, draws, view, plan)
     close(got.cov * got.unit.square(), want.cov * want.unit.square(), 2e-3)
     assert got.cov[0, 3].abs().max() < 1e-12
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...], ndpp.Settings]] = {
+    "linear": (lambda s: ndpp.Linear(6, 4, settings=s), (30, 6), ndpp.Settings(rows=11, scale="std")),
+    "tokens": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(scale="l1", solver="minimax")),
+    "conv": (lambda s: ndpp.Conv2d(4, 5, 3, padding=1, settings=s), (3, 4, 6, 5), ndpp.Settings(rows=40)),
+    "strided": (lambda s: ndpp.Conv2d(6, 4, 1, 2, settings=s), (3, 6, 6, 5), ndpp.Settings(block=4, scale="rms")),
+    "shared": (
+        lambda s: ndpp.Conv2d(8, 4, 3, settings=s),
+        (3, 8, 6, 5),
+        ndpp.Settings(block=4, shared=True, shrinkage=0.1, rows=20),
+    ),
+}
+
+
+@on_device
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernel_of_layers(layer: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training step of whole layers: output, running statistics and every gradient, by kernels and by twins."""
+    build, shape, settings = LAYERS[layer]
+    inputs, outcomes = torch.randn(shape).to(device) + 0.2, []
+    for mode in ("interpret" if INTERPRETED else "triton", "plain"):
+        monkeypatch.setattr(kernels, "MODE", mode)
+        torch.manual_seed(1)
+        module, x = build(settings).to(device), inputs.clone().requires_grad_()
+        y = module(x)
+        (y * torch.sin(torch.arange(y.numel(), device=device)).reshape(y.shape)).sum().backward()
+        state = {"output": y, "dx": x.grad, "mean": module.running_mean, "cov": module.running_cov}
+        outcomes.append(state | {f"d{name}": p.grad for name, p in module.named_parameters()})
+    for name, value in outcomes[0].items():
+        close(value, outcomes[1][name], 2e-5, name)
 
 
 # --- a CUDA device alone ---
@@ -385,8 +418,79 @@ def test_interpreter() -> None:
     environment = {**os.environ, "NDPP_KERNELS": "interpret", "TRITON_INTERPRET": "1"}
     paths = [str(root / "src"), str(root), str(root / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "kernel]"]
-    command[-1] = "_kernel"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "kernel_of"]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
+
+
+H200 = 227 * 1024  # bytes of shared memory for a program
+
+
+def check_builds(launches: list[Any], stack: int) -> None:
+    from ndpp.kernels import triton_launch
+
+    for started in launches:
+        built = triton_launch.build(started)
+        assert built.shared <= H200, started.kernel
+        assert built.stack <= stack, (started.kernel, built)  # bytes of spilled registers
+
+
+def test_kernels_build_for_a_device_that_is_not_here() -> None:
+    """Triton's compiler and assembler need none."""
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("the interpreter has no compiler")
+    check_builds(built_for.of_moments(20, 3, "none", torch.bfloat16), 0)
+    check_builds(built_for.of_roots(16), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_kernels_build(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    for shape in built_for.SHAPES.values():
+        check_builds(built_for.of_moments(*shape, dtype), 512)
+    for width in built_for.WIDTHS:
+        check_builds(built_for.of_roots(width), 512)
+
+
+# --- who takes a case ---
+
+
+def test_kernels_are_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[7]
+    x, view, plan = case.input(), case.view(), case.plan()
+
+    def reasons(x: Tensor = x, view: View = view, plan: Plan = plan) -> list[str]:
+        return list(kernels.explain(x, view, plan).values())
+
+    monkeypatch.setattr(kernels, "MODE", "plain")
+    assert reasons() == ["plain: NDPP_KERNELS is plain"] * 4
+    monkeypatch.setattr(kernels, "MODE", "triton")
+    assert reasons() == ["plain: a tensor on cpu"] * 4
+    monkeypatch.setattr(kernels, "MODE", "interpret")
+    assert reasons() == ["kernel"] * 4
+    assert reasons(x.double()) == ["plain: values of torch.float64"] * 4
+    assert reasons(plan=replace(plan, padding_mode="reflect"))[:2] == ["plain: padding with 'reflect'"] * 2
+    assert reasons(plan=replace(plan, solver="eigh"))[2:] == ["plain: an eigendecomposition"] * 2
+    assert "more than 10 steps" in reasons(plan=replace(plan, steps=11))[2]
+    wide = replace(plan, layout=replace(plan.layout, channels=15))
+    assert reasons(plan=wide)[2:] == ["plain: blocks of 135 features, more than 128"] * 2
+    uneven = replace(plan, layout=replace(plan.layout, shared=True, block=2))
+    assert "smaller last block" in reasons(plan=uneven)[0]
+    assert "share memory" in kernels.explain(x, view, plan, x[:1].expand_as(x))["moments_adjoint_"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert reasons()[1] == "plain: atomic additions are not deterministic"
+        assert kernels.explain(x, CASES[4].view(), CASES[4].plan())["moments_adjoint_"] == "kernel"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    assert reasons() == ["plain: triton is not installed"] * 4
+
+
+def test_unknown_choice_names_the_choices() -> None:
+    environment = {**os.environ, "NDPP_KERNELS": "fast"}
+    done = subprocess.run([sys.executable, "-c", "import ndpp"], env=environment, capture_output=True, text=True)
+    assert "NDPP_KERNELS must be plain, triton or interpret; got 'fast'" in done.stderr

@@ -183,9 +183,7 @@ def _rows(view: View, plan: Plan) -> int:
     return rows
 
 
-def _declines_adding(
-    tensors: tuple[Tensor | None, ...], grad: Tensor, x: Tensor, view: View, plan: Plan
-) -> str | None:
+def _declines_adding(tensors: tuple[Tensor | None, ...], grad: Tensor, x: Tensor, view: View, plan: Plan) -> str | None:
     reason = _declines_rows(tensors, x, view, plan)
     if reason is not None:
         return reason

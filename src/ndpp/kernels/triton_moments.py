@@ -19,7 +19,8 @@ from . import triton_launch
 from .plain import Plan, View
 from .triton_rows import block_channels, column_parts, described, entry_places, gain_strides, row_places
 
-ROWS, COLUMNS = 64, 64  # of a tile
+ROWS, COLUMNS = 64, 64  # of a tile of the products
+SURVEY_ROWS, WARPS = 32, 8  # the largest that spill no registers
 PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, so that sums have one order on every device
 SIZES = ("batch", "samples", "n0", "n1", "n2", "c0", "c1", "c2", "p0", "p1", "p2", "full", "group_channels")
 
@@ -31,9 +32,9 @@ def load_rows(
 ):  # fmt: skip
     """Entries (rows, columns) of S·X in float32; zeros of the padding, and where `keep` is not."""
     at, inside = entry_places(
-        sample, q0, q1, q2, first + channel[None, :], tap, sb, sc, s0, s1, s2, n0, n1, n2, TAPS
+        sample, q0, q1, q2, first, channel, tap, sb, sc, s0, s1, s2, n0, n1, n2, keep, TAPS
     )  # fmt: skip
-    value = tl.load(x + at, keep & inside, 0.0).to(tl.float32)
+    value = tl.load(x + at, inside, 0.0).to(tl.float32)
     if gain is not None:
         own = tl.load(gain + sample * gb + q0 * g0 + q1 * g1 + q2 * g2)
         value = value * own[:, None]
@@ -45,7 +46,7 @@ def _survey(
     peaks, sums, x, gain, draws, batch, samples, n0, n1, n2, c0, c1, c2, p0, p1, p2,
     sb, sc, s0, s1, s2, gb, g0, g1, g2, full, group_channels, total, chunk, share,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr, SHARED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, STRIDES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Peak (as the bits of |x|: NaN above Inf above all numbers) and Σ x·share of every column, by parts of the rows."""
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -57,11 +58,11 @@ def _survey(
         row = start + tl.arange(0, ROWS)
         own = row % full if SHARED else block + row * 0
         place = tl.minimum(row, total - 1) // full if SHARED else tl.minimum(row, total - 1)
-        sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, STRIDES, BITS)
+        sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD)
         first, width = block_channels(own, full, group_channels, BLOCK, FULL_BLOCKS)
         keep = (row < total)[:, None] & (channel[None, :] < width[:, None]) & (tap[None, :] < taps)
         v = load_rows(
-            x, gain, sample, q0, q1, q2, channel, tap, first[:, None], keep,
+            x, gain, sample, q0, q1, q2, channel, tap, first, keep,
             sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
         )  # fmt: skip
         v = tl.where(keep, v, 0.0)
@@ -99,7 +100,7 @@ def _gram(
     products, residuals, peaks, sums, x, gain, draws, batch, samples, n0, n1, n2, c0, c1, c2, p0, p1, p2,
     sb, sc, s0, s1, s2, gb, g0, g1, g2, full, group_channels, total, chunk, parts, count, tiles, smallest,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr, SHARED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, STRIDES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PEAKS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ c·cᵀ and Σ c of centred rows c, for one pair of column tiles and one part of the rows."""
@@ -121,18 +122,18 @@ def _gram(
         row = start + tl.arange(0, ROWS)
         own = row % full if SHARED else block + row * 0
         place = tl.minimum(row, total - 1) // full if SHARED else tl.minimum(row, total - 1)
-        sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, STRIDES, BITS)
+        sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD)
         first, width = block_channels(own, full, group_channels, BLOCK, FULL_BLOCKS)
-        used = ((row < total) & finite)[:, None]
+        used = (row < tl.where(finite, total, 0))[:, None]
         keep = used & (channel_i[None, :] < width[:, None]) & (tap_i[None, :] < taps)
         a = load_rows(
-            x, gain, sample, q0, q1, q2, channel_i, tap_i, first[:, None], keep,
+            x, gain, sample, q0, q1, q2, channel_i, tap_i, first, keep,
             sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
         )  # fmt: skip
         a = tl.where(keep, a * scale - shift_i[None, :], 0.0)
         keep = used & (channel_j[None, :] < width[:, None]) & (tap_j[None, :] < taps)
         b = load_rows(
-            x, gain, sample, q0, q1, q2, channel_j, tap_j, first[:, None], keep,
+            x, gain, sample, q0, q1, q2, channel_j, tap_j, first, keep,
             sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
         )  # fmt: skip
         b = tl.where(keep, b * scale - shift_j[None, :], 0.0)
@@ -196,10 +197,9 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     parts, chunk = _parts(total, tiles * blocks)
     sums = torch.empty(parts * blocks * tiles * COLUMNS, **new)
     peaks = torch.empty(parts * blocks * tiles, dtype=torch.int32, device=x.device)
-    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS}
     triton_launch.launch(
-        _survey, (tiles, blocks, parts), 4, x, peaks=peaks, sums=sums, **told, total=total, chunk=chunk,
-        share=1.0 / total, **tile,
+        _survey, (tiles, blocks, parts), WARPS, x, peaks=peaks, sums=sums, **told, total=total, chunk=chunk,
+        share=1.0 / total, ROWS=SURVEY_ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip
     of_peaks = {"peaks": peaks, "sums": sums, "parts": parts, "count": peaks.numel(), "tiles": tiles}
     of_peaks |= {"smallest": max(math.sqrt(plan.eps), SMALLEST_UNIT), "PEAKS": 256}
@@ -207,13 +207,13 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     products = torch.empty(gram_parts * blocks * tiles * tiles * COLUMNS * COLUMNS, **new)
     residuals = torch.empty(gram_parts * blocks * tiles * COLUMNS, **new)
     triton_launch.launch(
-        _gram, (tiles * tiles, blocks, gram_parts), 4, x, products=products, residuals=residuals, **told, **of_peaks,
-        total=total, chunk=chunk, **tile, **triton_launch.precision(x.dtype),
+        _gram, (tiles * tiles, blocks, gram_parts), WARPS, x, products=products, residuals=residuals, **told, **of_peaks,
+        total=total, chunk=chunk, ROWS=ROWS, COLUMNS=COLUMNS, **triton_launch.precision(x.dtype),
     )  # fmt: skip
     rows, mean = torch.empty((), **new), torch.empty(blocks, f, **new)
     cov, unit = torch.empty(blocks, f, f, **new), torch.empty((), **new)
     triton_launch.launch(
-        _finish, (tiles * tiles, blocks), 4, x, rows=rows, mean=mean, cov=cov, unit_out=unit, products=products,
+        _finish, (tiles * tiles, blocks), WARPS, x, rows=rows, mean=mean, cov=cov, unit_out=unit, products=products,
         residuals=residuals, f=f, gram_parts=gram_parts, share=1.0 / total,
         positions=float(x.shape[0] * math.prod([axis.count for axis in view.phase])), **of_peaks,
         **{name: told[name] for name in ("TAPS", "BLOCK", "CHANNELS_LAST")}, COLUMNS=COLUMNS,

@@ -14,24 +14,26 @@ from .plain import Plan, View
 
 
 @triton.jit
-def _spread(cell, number, draw, count, picks, STRIDE: tl.constexpr, BITS: tl.constexpr):
+def _spread(cell, number, draw, count, picks, STRIDE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr):
     """One of `count` places for each of `picks` cells; every cell is its place where there are as many."""
     offset = (number * STRIDE + draw) & ((1 << BITS) - 1)
-    # a // (picks << BITS) is (a >> BITS) // picks, exactly
-    return tl.where(picks < count, ((((cell << BITS) + offset) * count) >> BITS) // picks, cell)
+    scaled = (((cell << BITS) + offset) * count) >> BITS  # a // (picks << BITS) is (a >> BITS) // picks, exactly
+    if not WIDE:  # division of 64 bits is a long program
+        scaled = scaled.to(tl.int32)
+    return tl.where(picks < count, (scaled // picks).to(tl.int64), cell)
 
 
 @triton.jit
-def row_places(row, draws, batch, samples, c0, c1, c2, p0, p1, p2, STRIDES: tl.constexpr, BITS: tl.constexpr):
+def row_places(row, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD: tl.constexpr):
     """Sample and position along three axes of rows, which are numbered sample by sample."""
     last = (row % p2).to(tl.int64)
     middle = ((row // p2) % p1).to(tl.int64)
     first = ((row // p2 // p1) % p0).to(tl.int64)
     number = (row // p2 // p1 // p0).to(tl.int64)
-    sample = _spread(number, number, tl.load(draws), batch, samples, STRIDES[0], BITS)
-    first = _spread(first, number, tl.load(draws + 1), c0, p0, STRIDES[1], BITS)
-    middle = _spread(middle, number, tl.load(draws + 2), c1, p1, STRIDES[2], BITS)
-    last = _spread(last, number, tl.load(draws + 3), c2, p2, STRIDES[3], BITS)
+    sample = _spread(number, number, tl.load(draws), batch, samples, SPREAD[1][0], SPREAD[0], SPREAD[2])
+    first = _spread(first, number, tl.load(draws + 1), c0, p0, SPREAD[1][1], SPREAD[0], SPREAD[2])
+    middle = _spread(middle, number, tl.load(draws + 2), c1, p1, SPREAD[1][2], SPREAD[0], SPREAD[2])
+    last = _spread(last, number, tl.load(draws + 3), c2, p2, SPREAD[1][3], SPREAD[0], SPREAD[2])
     return sample, first, middle, last
 
 
@@ -59,25 +61,40 @@ def block_channels(block, full, group_channels, BLOCK: tl.constexpr, FULL_BLOCKS
 
 
 @triton.jit
-def entry_places(sample, q0, q1, q2, channel, tap, sb, sc, s0, s1, s2, n0, n1, n2, TAPS: tl.constexpr):
-    """Offsets (rows, columns) into a tensor (batch, channels, *sizes) of these strides, and which are inside of it."""
-    t0 = tap // (TAPS[1][0] * TAPS[2][0])
-    t1 = (tap // TAPS[2][0]) % TAPS[1][0]
-    t2 = tap % TAPS[2][0]
-    a0 = (q0 * TAPS[0][1] + TAPS[0][2])[:, None] + (t0 * TAPS[0][3])[None, :]
-    a1 = (q1 * TAPS[1][1] + TAPS[1][2])[:, None] + (t1 * TAPS[1][3])[None, :]
-    a2 = (q2 * TAPS[2][1] + TAPS[2][2])[:, None] + (t2 * TAPS[2][3])[None, :]
-    inside = (a0 >= 0) & (a0 < n0) & (a1 >= 0) & (a1 < n1) & (a2 >= 0) & (a2 < n2)
-    return sample[:, None] * sb + channel * sc + a0 * s0 + a1 * s1 + a2 * s2, inside
+def entry_places(
+    sample, q0, q1, q2, first, channel, tap, sb, sc, s0, s1, s2, n0, n1, n2, keep, TAPS: tl.constexpr
+):  # fmt: skip
+    """Offsets (rows, columns) into a tensor (batch, channels, *sizes) of these strides, and those of `keep` inside.
+
+    Rows and columns have their own part each, so that there is one sum for each entry; what is inside is asked only
+    along axes where taps overhang.
+    """
+    r0, r1, r2 = q0 * TAPS[0][1] + TAPS[0][2], q1 * TAPS[1][1] + TAPS[1][2], q2 * TAPS[2][1] + TAPS[2][2]
+    t0 = tap // (TAPS[1][0] * TAPS[2][0]) * TAPS[0][3]
+    t1 = (tap // TAPS[2][0]) % TAPS[1][0] * TAPS[1][3]
+    t2 = tap % TAPS[2][0] * TAPS[2][3]
+    if TAPS[0][4]:
+        at = r0.to(tl.int32)[:, None] + t0[None, :]
+        keep = keep & (at >= 0) & (at < n0)
+    if TAPS[1][4]:
+        at = r1.to(tl.int32)[:, None] + t1[None, :]
+        keep = keep & (at >= 0) & (at < n1)
+    if TAPS[2][4]:
+        at = r2.to(tl.int32)[:, None] + t2[None, :]
+        keep = keep & (at >= 0) & (at < n2)
+    of_row = sample * sb + first * sc + r0 * s0 + r1 * s1 + r2 * s2
+    of_column = channel * sc + t0 * s0 + t1 * s1 + t2 * s2
+    return of_row[:, None] + of_column[None, :], keep
 
 
 def described(x: Tensor, draws: Tensor, view: View, plan: Plan) -> dict[str, Any]:
     """What these functions are told. Sizes are arguments of a kernel, and a layer's taps are built into it."""
     axes = [(a.size, a.count, p) for a, p in zip(view.phase, view.budget[1:], strict=True)]
     axes += [(1, 1, 1)] * (3 - len(axes))
-    taps = [(len(a.offsets), a.step, a.offsets[0], spacing(a.offsets)) for a in view.phase]
-    taps += [(1, 1, 0, 1)] * (3 - len(taps))
+    taps = [(len(a.offsets), a.step, a.offsets[0], spacing(a.offsets), a.overhangs) for a in view.phase]
+    taps += [(1, 1, 0, 1, False)] * (3 - len(taps))
     full = plan.layout.parts[0].blocks
+    wide = max(x.shape[0] * view.budget[0], *(count * picks for _, count, picks in axes)) >= 2**31
     return {
         "x": x,
         "draws": draws,
@@ -92,8 +109,7 @@ def described(x: Tensor, draws: Tensor, view: View, plan: Plan) -> dict[str, Any
         "FULL_BLOCKS": full,
         "SHARED": plan.layout.shared,
         "CHANNELS_LAST": x.stride(1) == 1,
-        "STRIDES": STRIDES,
-        "BITS": BITS,
+        "SPREAD": (BITS, STRIDES, wide),
     }
 
 
