@@ -1,7 +1,7 @@
 """Every stage of a training call: plain twins against float64 data matrices, kernels against their twins.
 
-The tests of kernels (`test_kernel_of_*`) run on a CUDA device, and on the CPU in Triton's interpreter, where `test_interpreter`
-runs this file again in a process of its own. `benchmarks` runs this file before it times anything.
+The tests of kernels (`test_kernel_of_*`) run on a CUDA device, and on the CPU in Triton's interpreter, where
+`test_interpreter` runs this file again in a process of its own. `benchmarks` runs this file before it times anything.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import kernels as built_for
 from torch import Tensor, nn
 
 import ndpp
 import oracles
-from benchmarks import kernels as built_for
 from ndpp import kernels
 from ndpp.geometry import Layout, conv_grid, pointwise_grid
 from ndpp.kernels import Plan, View, plain
@@ -418,7 +418,7 @@ def test_interpreter() -> None:
     environment = {**os.environ, "NDPP_KERNELS": "interpret", "TRITON_INTERPRET": "1"}
     paths = [str(root / "src"), str(root), str(root / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "kernel_of"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__, "-k", "kernel_of"]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout

@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-# How float32 products are made of tensor-core products: "tf32x3" is within a few roundings of float32 (three products of
-# halves), "ieee" is float32 itself by ordinary arithmetic, "tf32" keeps ten bits of every factor.
+# How float32 products are made: "tf32x3" by three tensor-core products of split factors, within a few roundings of
+# float32; "ieee" by ordinary arithmetic (builds spill badly); "tf32" by one product that keeps ten bits of each factor.
 PRECISION = "tf32x3"
 # Centred rows of 16-bit inputs are rounded to bfloat16 for the tensor cores; the interpreter has no bfloat16 product.
 NARROW = os.environ.get("TRITON_INTERPRET") != "1"

@@ -48,7 +48,7 @@ def _survey(
     TAPS: tl.constexpr, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr, SHARED: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Peak (as the bits of |x|: NaN above Inf above all numbers) and Σ x·share of every column, by parts of the rows."""
+    """Peak (as the bits of |x|: NaN above Inf above numbers) and Σ x·share of every column, by parts of the rows."""
     tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel, tap, _ = column_parts(tile * COLUMNS + tl.arange(0, COLUMNS), BLOCK, TAPS, CHANNELS_LAST)
     taps: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]
@@ -193,7 +193,7 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     tiles = triton.cdiv(f, COLUMNS)
     told = described(x, draws, view, plan) | gain_strides(gain)
     total = math.prod(view.budget) * (told["full"] if plan.layout.shared else 1)
-    new = dict(dtype=torch.float32, device=x.device)
+    new = {"dtype": torch.float32, "device": x.device}
     parts, chunk = _parts(total, tiles * blocks)
     sums = torch.empty(parts * blocks * tiles * COLUMNS, **new)
     peaks = torch.empty(parts * blocks * tiles, dtype=torch.int32, device=x.device)
@@ -207,8 +207,8 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     products = torch.empty(gram_parts * blocks * tiles * tiles * COLUMNS * COLUMNS, **new)
     residuals = torch.empty(gram_parts * blocks * tiles * COLUMNS, **new)
     triton_launch.launch(
-        _gram, (tiles * tiles, blocks, gram_parts), WARPS, x, products=products, residuals=residuals, **told, **of_peaks,
-        total=total, chunk=chunk, ROWS=ROWS, COLUMNS=COLUMNS, **triton_launch.precision(x.dtype),
+        _gram, (tiles * tiles, blocks, gram_parts), WARPS, x, products=products, residuals=residuals, **told,
+        **of_peaks, total=total, chunk=chunk, ROWS=ROWS, COLUMNS=COLUMNS, **triton_launch.precision(x.dtype),
     )  # fmt: skip
     rows, mean = torch.empty((), **new), torch.empty(blocks, f, **new)
     cov, unit = torch.empty(blocks, f, f, **new), torch.empty((), **new)

@@ -28,7 +28,7 @@ def _adjoint(
     CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(centred·(G + Gᵀ) + m) / rows for a tile of rows and columns, added to the gradient of x; Σ of it·x for the gain."""
+    """(centred·(G + Gᵀ) + m) / rows of one tile, added to the gradient of x; for the gain, Σ of it·x."""
     j, block = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seen = tl.load(rows) > 0  # where there was nothing to look at, there is nothing to add
