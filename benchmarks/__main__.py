@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from . import adoption, cpu_table, data, defaults, growth, inference, kernels, layer, runs, solver, step, summary, sweep
+from . import (
+    adoption,
+    collectives,
+    cpu_table,
+    data,
+    defaults,
+    growth,
+    inference,
+    kernels,
+    layer,
+    runs,
+    scaling,
+    solver,
+    step,
+    summary,
+    sweep,
+)
 
 COMMANDS = {
     "step": step,
@@ -14,6 +30,8 @@ COMMANDS = {
     "cpu-table": cpu_table,
     "inference": inference,
     "kernels": kernels,
+    "collectives": collectives,
+    "scaling": scaling,
     "defaults": defaults,
     "adoption": adoption,
     "sweep": sweep,

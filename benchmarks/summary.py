@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import adoption, growth, inference, layer, runs, solver, step, sweep
+from . import adoption, collectives, growth, inference, layer, runs, scaling, solver, step, sweep
 
 # By a key of their records.
 TABLES = {
@@ -19,6 +19,8 @@ TABLES = {
     "shape": layer.table,
     "residual": solver.table,
     "fold_error": sweep.table,
+    "modelled": scaling.table,
+    "sent": collectives.table,
     "ratio": inference.table,
     "method": adoption.table,
     "curve": runs.table,

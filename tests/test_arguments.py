@@ -261,8 +261,6 @@ def test_settings_of_a_living_layer() -> None:
         layer.settings = layer.settings.replace(block=2)
     with pytest.raises(TypeError, match=r"must be an ndpp.Settings"):
         layer.settings = {"freeze": True}
-    with pytest.warns(UserWarning, match="sync has no effect"):
-        ndpp.Linear(4, 2, settings=Settings(sync=True))
 
 
 def test_construction_errors_say_what_came_and_what_to_do() -> None:

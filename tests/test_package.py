@@ -14,10 +14,16 @@ import ndpp
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
-CORE = ["version", "settings", "whitening", "masking", "geometry", "statistics", "decorrelated", "layers"]
+CORE = [
+    *("version", "settings", "whitening", "adjoints", "sync", "masking", "geometry", "sampling", "rows"),
+    *("kernels.plain", "kernels", "statistics", "transform", "recorded", "decorrelated", "layers"),
+]
+KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments", "triton_moments_adjoint"]  # never at import
 CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt", "convert", "fold"]
+PACKAGES = ("conversion", "kernels")
 ORDER = [
     *CORE,
+    *(f"kernels.{name}" for name in KERNELS),
     *("attention", "foreign", "feeding", "recalibrate"),
     *(f"conversion.{name}" for name in CONVERSION),
     *("conversion", "inspection", "__main__"),
@@ -61,14 +67,14 @@ def test_public_names() -> None:
 
 
 def file_of(name: str) -> Path:
-    return SOURCE / "conversion" / "__init__.py" if name == "conversion" else SOURCE / f"{name.replace('.', '/')}.py"
+    return SOURCE / name / "__init__.py" if name in PACKAGES else SOURCE / f"{name.replace('.', '/')}.py"
 
 
 def test_import_order() -> None:
     """Each file imports only from those before it."""
     assert set(SOURCE.rglob("*.py")) == {*map(file_of, ORDER), SOURCE / "__init__.py"}
     for position, name in enumerate(ORDER):
-        inside = ["conversion"] if name.startswith("conversion") else []
+        inside = [package for package in PACKAGES if name.startswith(package)]
         for node in ast.walk(ast.parse(file_of(name).read_text())):
             if isinstance(node, ast.ImportFrom) and node.level:
                 package = inside[: len(inside) + 1 - node.level]
@@ -80,7 +86,7 @@ def test_import_order() -> None:
 def test_core_is_small() -> None:
     lines = {name: len(file_of(name).read_text().splitlines()) for name in ORDER}
     assert max(lines.values()) < 400, lines
-    assert sum(lines[name] for name in CORE) < 2500
+    assert sum(lines[name] for name in CORE) < 3200
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

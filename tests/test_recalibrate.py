@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ndpp
 from cases import CASES, Case
-from ndpp import Settings, decorrelated
+from ndpp import Settings
 from oracles import block_ranges, covariance, data_matrix
 from test_convert import network
 
@@ -24,7 +24,7 @@ def moments_of_all(layer: nn.Module, x: Tensor, block: int | None) -> list[tuple
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_statistics_are_exact_over_uneven_batches(case: Case, elements: int, monkeypatch) -> None:
     """Against the data matrix of all data in one, whatever the batches and the memory at hand."""
-    monkeypatch.setattr(decorrelated, "ELEMENTS_AT_ONCE", elements)
+    monkeypatch.setattr(recorded, "ELEMENTS_AT_ONCE", elements)
     layer = case.build(Settings(rows=2, momentum=0.3), dtype=torch.float64)
     x = torch.cat([case.input(seed=seed) * (1 + seed) + seed for seed in range(2)])
     layer(x)  # what was there before does not matter

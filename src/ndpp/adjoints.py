@@ -41,7 +41,7 @@ def regularise_adjoint(grad: Tensor, *, shrinkage: float, widths: Tensor | int) 
 
 
 def moments_adjoint(centred: Tensor, grad_mean: Tensor, grad_cov: Tensor, total: float) -> Tensor:
-    """The gradient of rows (g, n, f) from those of their mean and covariance; `centred` are the rows less their mean."""
+    """The gradient of rows (g, n, f) from those of mean and covariance; `centred` are the rows less their mean."""
     symmetric = (grad_cov + grad_cov.mT) / total
     return torch.baddbmm(grad_mean[:, None] / total, centred, symmetric)
 
@@ -91,5 +91,3 @@ def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int) ->
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
     along = -(dx * start).sum((-2, -1), keepdim=True) - (g * x).sum((-2, -1), keepdim=True) * norm.rsqrt() / 2
     return torch.where(present, dx / norm + start * (along / norm), 0.0)
-
-

@@ -17,6 +17,7 @@ from .decorrelated import Decorrelated
 from .geometry import pointwise_grid
 from .layers import Linear, _linear
 from .settings import Settings
+from .statistics import RunningMoments
 
 INPUTS = ("q_proj", "k_proj", "v_proj")
 torch_functional: Any = F  # with those of its functions that have no type
@@ -33,9 +34,10 @@ class Projection(Decorrelated):
         self.features = features
         self._setup(settings, groups=1, channels=features, kernel=(), like=like)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, others: Sequence[RunningMoments] = ()) -> Tensor:
         """S·X·D·w + b of (batch, length, features) or (length, features)."""
-        y: Tensor = self._call(self._product, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear, weight, bias)
+        grid = pointwise_grid(x.shape[1:-1])
+        y: Tensor = self._call(self._product, x.movedim(-1, 1), grid, _linear, weight, bias, others)
         return y.movedim(1, -1)
 
     def reset_parameters(self) -> None:
@@ -79,10 +81,14 @@ class _SlowPath(nn.MultiheadAttention):
         is_self = query is key
         of_keys = None if padding is None or (is_self and masking.active() is not None) else ~torch.isneginf(padding)
         of_queries = of_keys if is_self else None
-        with _counting(of_queries):
-            q = self._project(0, inputs[0])
-        with _counting(of_keys) if is_self else masking.mask(of_keys):
-            k, v = self._project(1, inputs[1]), self._project(2, inputs[2])
+        if is_self and key is value and self._are_one():
+            with _counting(of_keys):
+                q, k, v = self._project_all(inputs[0])
+        else:
+            with _counting(of_queries):
+                q = self._project(0, inputs[0])
+            with _counting(of_keys) if is_self else masking.mask(of_keys):
+                k, v = self._project(1, inputs[1]), self._project(2, inputs[2])
         if not batched:
             q, k, v = q[None], k[None], v[None]
         y, weights = self._attend(q, k, v, self._merged(added, padding, len(q)), need_weights, causal)
@@ -94,6 +100,14 @@ class _SlowPath(nn.MultiheadAttention):
 
     def _project(self, index: int, x: Tensor) -> Tensor:
         """Query, key or value (by index) as attention compares and sums them."""
+        raise NotImplementedError
+
+    def _are_one(self) -> bool:
+        """Whether query, key and value of one input may be one product, by one D."""
+        return False
+
+    def _project_all(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value of one input."""
         raise NotImplementedError
 
     def _in_weights(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
@@ -190,6 +204,17 @@ class MultiheadAttention(_SlowPath):
         weights, biases = self._in_weights()
         y: Tensor = getattr(self, INPUTS[index])(x, weights[index], biases[index])
         return y
+
+    def _are_one(self) -> bool:
+        """In training: each takes the statistics of the batch, and those are the same for one input."""
+        q, *others = (getattr(self, name) for name in INPUTS)
+        alike = all(p.settings == q.settings and p._collecting is None for p in (q, *others))
+        return self.training and self._qkv_same_embed_dim and alike and not q.settings.freeze and q._collecting is None
+
+    def _project_all(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, *others = (getattr(self, name) for name in INPUTS)
+        y: Tensor = q(x, self.in_proj_weight, self.in_proj_bias, others)
+        return y.chunk(3, -1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """The state of a plain attention has no statistics: this one then forgets its own, and evaluates as that."""

@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import masking, whitening
-from . import kernels
-from .geometry import Grid, Layout, Phase, matrix_weight, weight_matrix
+from . import kernels, masking, sync, whitening
+from .geometry import Grid, Layout, matrix_weight, weight_matrix
 from .kernels import Plan
-from .rows import patches, row_weights
-from .sampling import Sample, choose, draw, every, row_budget
+from .recorded import Recorded, no_autocast, runs_in_float16
+from .sampling import draw
 from .settings import Settings
 from .statistics import RunningMoments
 from .transform import Again, Transform, axes_of, declines, plan_key
 from .whitening import Moments
 
-ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
-
-
-class Rows(NamedTuple):
-    """Sampled rows of one phase, and how many output positions of the batch they stand for."""
-
-    values: Tensor  # (n, channels, own taps)
-    weight: Tensor | None  # (n,), under a mask
-    positions: Tensor  # ()
-    taps: Tensor  # where they stand among all taps of the kernel
-
-
 Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
 """Of a training call: input, weight and bias for the stock operation, gain, moments, and if a backward pass follows."""
 
 
-class Decorrelated(RunningMoments):
+class Decorrelated(Recorded):
     """Base of the layers: each gives its input as (batch, channels, *sizes) and its grid, and gets D·W and a bias."""
 
     weight: Tensor
     _transposed = False
     _default_block = 64
-    _per_row_scale = False  # Linear: S is of each row, not of the whole sample
 
     def _setup(
         self,
@@ -69,11 +53,15 @@ class Decorrelated(RunningMoments):
     def _planned(self) -> None:
         """Say what calls will do; again whenever the settings change."""
         s = self.settings
-        scale = s.scale, s.scale_eps, s.scale_positions
-        solver = s.solver, s.steps, s.eps, s.shrinkage
-        sampling = s.rows, None if self._per_row_scale else s.stride
-        mode = getattr(self, "padding_mode", "zeros")
-        self._plan = Plan(self.layout, self._transposed, self._per_row_scale, mode, *scale, *solver, *sampling)
+        same = ("scale", "scale_eps", "scale_positions", "solver", "steps", "eps", "shrinkage", "rows")
+        self._plan = Plan(
+            layout=self.layout,
+            transposed=self._transposed,
+            per_row=self._per_row_scale,
+            padding_mode=getattr(self, "padding_mode", "zeros"),
+            stride=None if self._per_row_scale else s.stride,
+            **{name: getattr(s, name) for name in same},
+        )
         self._plan_unscaled = dataclasses.replace(self._plan, scale="none")
         self._plan_key, self._plan_unscaled_key = plan_key(self._plan), plan_key(self._plan_unscaled)
 
@@ -95,23 +83,32 @@ class Decorrelated(RunningMoments):
         return self._product(x, grid, operation, self.weight, bias)
 
     def _product(
-        self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], weight: Tensor, bias: Tensor | None
+        self,
+        x: Tensor,
+        grid: Grid,
+        operation: Callable[..., Tensor],
+        weight: Tensor,
+        bias: Tensor | None,
+        others: Sequence[RunningMoments] = (),
     ) -> Tensor:
-        """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes)."""
+        """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes).
+
+        `others` are layers of the same settings that are applied to the same input by way of this one: a training call
+        counts for them, too.
+        """
         if not x.is_floating_point():
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
-        narrow = _runs_in_float16(x)
+        narrow = runs_in_float16(x)
         batch, gain, awaits_backward = None, None, False
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
-            elif self.training and not self.settings.freeze and x.numel() > 0:
-                if self.settings.nonfinite == "raise":
-                    x = self._finite(x, valid)
+            elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
                 through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
-                x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow)
+                layers = (self, *others)
+                x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow, layers)
             else:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
@@ -121,48 +118,74 @@ class Decorrelated(RunningMoments):
             y = operation(x, weight, None)
             y = (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
-            self._observe(batch, awaits_backward)
+            for layer in layers:
+                layer._observe(batch, awaits_backward)
         return y
 
     def _transformed(
-        self, x: Tensor, grid: Grid, weight: Tensor, bias: Tensor | None, valid: Tensor | None, narrow: bool
+        self,
+        x: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        narrow: bool,
+        layers: Sequence[RunningMoments],
     ) -> Trained:
         """A training call as one node of the graph."""
         plan, key = self._plan, self._plan_key
-        if plan.scale != "none" and (narrow or plan.scale == "standardize"):
+        finite = _is_finite(x, None) if self.settings.nonfinite == "raise" else None
+        if x.numel() == 0:
+            plan, key = self._plan_unscaled, self._plan_unscaled_key
+        elif plan.scale == "standardize" or (plan.scale != "none" and (narrow or self._has_native_scale)):
             x, _ = self._scaled(x, valid, narrow)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
-        draws = draw(x.device)
+        draws = draw(x.device, plan.samples_rows)
         again, awaits_backward = None, torch.is_grad_enabled() and not _is_recomputation()
         if not torch.compiler.is_compiling():
-            token = self._begin_call(awaits_backward)
+            tokens = [] if _is_recomputation() else [layer._begin_call(awaits_backward) for layer in layers]
 
             def once_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
                 gain = kernels.scale(x, plan) if plan.scale != "none" else None
-                stats = self._usable(self._batch_moments([self._rows(x, gain, grid, grid.phases[0], None, draws)]))
+                stats = self._usable(self._moments_of_call(x, gain, grid, None, draws, finite))
                 return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
 
-            again = Again(once_more, token)
-        running = self.running_mean, self.running_cov, self.num_batches_tracked
+            again = Again(once_more, tokens)
+        running, group = (
+            (self.running_mean, self.running_cov, self.num_batches_tracked),
+            sync.group_of(self.settings.sync),
+        )
+        ends = [layer.step_rows for layer in layers] if awaits_backward else []
         x, weight, bias, *batch = Transform.apply(
-            x, weight, bias, draws, *running, self.step_rows, tuple(axes_of(grid)), key, plan, again
+            x, weight, bias, draws, finite, *running, tuple(axes_of(grid)), key, plan, group, again, *ends
         )
         gain = batch[4] if plan.scale != "none" else None
-        return x, weight, bias, gain, Moments(*batch[:4]), awaits_backward and bias.requires_grad
+        moments = Moments(*batch[:4])
+        x = x if finite is None else self._checked(x, moments)
+        return x, weight, bias, gain, moments, awaits_backward and bias.requires_grad
 
     def _recorded(
-        self, x: Tensor, grid: Grid, weight: Tensor, bias: Tensor | None, valid: Tensor | None, narrow: bool
+        self,
+        x: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        narrow: bool,
+        layers: Sequence[RunningMoments],
     ) -> Trained:
         """A training call as plain operations, which autograd records."""
+        finite = _is_finite(x, valid) if self.settings.nonfinite == "raise" else None
         x, gain = self._scaled(x, valid, narrow)
-        phases = [phase for phase in grid.phases if grid.positions(phase)]
-        draws = draw(x.device)
-        batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, draws) for phase in phases])
+        draws = draw(x.device, self._plan.samples_rows)
+        batch = self._moments_of_call(x, gain, grid, valid, draws, finite)
+        x = x if finite is None else self._checked(x, batch)
         stats = self._usable(batch)
         weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
         awaits_backward = False
         if not _is_recomputation():
-            bias, awaits_backward = self._end_step_after(bias)
+            for layer in layers:
+                bias, awaits_backward = layer._end_step_after(bias)
         return x, weight, bias, gain, batch, awaits_backward
 
     def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
@@ -198,90 +221,6 @@ class Decorrelated(RunningMoments):
         except ValueError as error:
             raise ValueError(f"{self._label}: {error}") from None
 
-    # --- S ---
-
-    def _scaled(self, x: Tensor, valid: Tensor | None, narrow: bool) -> tuple[Tensor, Tensor | None]:
-        """The input, and a gain for the output where scale commutes with the layer and its range allows."""
-        inside = inside_part = None
-        if valid is not None and not self._per_row_scale:
-            inside = valid[:, None]
-        if inside is not None:  # the layer pads with zeros, and so must batching: a sample is what it is alone
-            x = torch.where(inside, x, 0.0)
-        mode = self.settings.scale
-        if mode == "none" or x.numel() == 0:
-            return x, None
-        part, dim = kernels.scaled_part(x, self._plan)
-        if inside is not None:
-            inside_part = kernels.scaled_part(inside, self._plan)[0]
-        center, gain = whitening.sample_scale(part, mode, dim, inside_part, self.settings.scale_eps)
-        if mode != "standardize" and not narrow:
-            return x, gain
-        scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
-        return (scaled if inside is None else torch.where(inside, scaled, 0.0)), None
-
-    # --- μ and Cov ---
-
-    def _rows(
-        self, x: Tensor, gain: Tensor | None, grid: Grid, phase: Phase, valid: Tensor | None, draws: Tensor
-    ) -> Rows:
-        """The rows of S·X in one phase that this call looks at."""
-        positions = x.shape[0] * grid.positions(phase)
-        rows = self.settings.rows
-        if rows is not None and len(grid.phases) > 1:  # each phase has its share
-            rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
-        stride = None if self._per_row_scale else self.settings.stride
-        sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), draws)
-        return self._rows_at(x, gain, grid, phase, valid, sample, positions)
-
-    def _rows_at(
-        self,
-        x: Tensor,
-        gain: Tensor | None,
-        grid: Grid,
-        phase: Phase,
-        valid: Tensor | None,
-        sample: Sample,
-        positions: int,
-    ) -> Rows:
-        """The rows of this sample, which stand for so many positions."""
-        taps = grid.taps(phase, x.device)
-        dtype = whitening.statistics_dtype(x.dtype)
-        weight = None if valid is None else row_weights(valid, phase, sample).to(dtype)
-        count = torch.full((), float(positions), dtype=dtype, device=x.device)
-        if weight is not None:
-            count = count * weight.mean()
-        if len(taps) == 0:  # these outputs are the bias alone: all zeros, which only count
-            return Rows(x.new_zeros(0), weight, count, taps)
-        values = patches(x, phase, sample, getattr(self, "padding_mode", "zeros")).to(dtype)
-        if gain is not None:
-            values = values * self._row_gain(gain, phase, sample)
-        if weight is not None:
-            values = torch.where(weight[:, None, None] > 0, values, 0.0)
-        return Rows(values, weight, count, taps)
-
-    def _exact_moments(self, x: Tensor, grid: Grid, valid: Tensor | None) -> Moments:
-        """Of S·X over every position, without anything else that a call does."""
-        narrow = _runs_in_float16(x)
-        with _no_autocast(x.device.type):
-            return self._every_row(*self._scaled(x, valid, narrow), grid, valid)
-
-    def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
-        """Moments over every position, in chunks of bounded memory."""
-        most = max(ELEMENTS_AT_ONCE // (x.shape[1] * self.layout.taps), 1)
-        chunks = [every(x.shape[0], phase, most, x.device) for phase in grid.phases if grid.positions(phase)]
-        phases = [phase for phase in grid.phases if grid.positions(phase)]
-        total: Moments | None = None
-        for samples in itertools.zip_longest(*chunks):
-            rows = [
-                self._rows_at(x, gain, grid, phase, valid, sample, math.prod(sample.size))
-                for phase, sample in zip(phases, samples, strict=True)
-                if sample is not None
-            ]
-            part = self._batch_moments(rows)
-            total = part if total is None else whitening.merge(total, part)
-        assert total is not None
-        return total
-
     def _collect(self, batch: Moments) -> tuple[Tensor, Tensor, Tensor]:
         """Add a batch to the statistics being collected; D, μ and unit for its own output."""
         self._gather(batch)
@@ -290,51 +229,18 @@ class Decorrelated(RunningMoments):
         stats = self._usable(batch)
         return self._solve(stats), stats.mean, stats.unit
 
-    def _row_gain(self, gain: Tensor, phase: Phase, sample: Sample) -> Tensor:
-        if self._per_row_scale:
-            return patches(gain, phase, sample)
-        chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
-        return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
+    @property
+    def _learns(self) -> bool:
+        return self.training and not self.settings.freeze and self._collecting is None
 
-    def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
-        """Moments of this call. A batch with non-finite values has a count of zero, and zeros for values."""
-        total = torch.stack([rows.positions for rows in phases]).sum()
-        used = [rows for rows in phases if len(rows.taps)]
-        if not used:  # padding cropped all that the taps reach: every output is the bias
-            zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
-            return Moments(total, *zeros, torch.ones_like(total))
-        unit, finite = self._unit(used)
-        stacked = [self.layout.stack(torch.where(finite, rows.values, 0.0) / unit) for rows in used]
-        shares = [rows.positions / total.clamp_min(1.0) for rows in used]
-        parts = []
-        for index, part in enumerate(self.layout.parts):
-            repeat = self.layout.repeats(part)
-            each = [
-                whitening.moments(stack[index], None if rows.weight is None else rows.weight.repeat_interleave(repeat))
-                for stack, rows in zip(stacked, used, strict=True)
-            ]
-            if len(phases) > 1 or len(used[0].taps) < self.layout.taps:
-                each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
-            parts.append(each[0])
-        mean, cov = self.layout.pack(parts)
-        return Moments(torch.where(finite, total, 0.0), mean, cov, unit)
-
-    def _unit(self, used: Sequence[Rows]) -> tuple[Tensor, Tensor]:
-        """A unit near the magnitude of the rows, and whether they are finite."""
-        peak = torch.stack([rows.values.detach().abs().amax() for rows in used]).amax()
-        finite = torch.isfinite(peak)
-        floor = max(math.sqrt(self.settings.eps), whitening.SMALLEST_UNIT)
-        return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
-
-    def _finite(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """The input, or FloatingPointError where data in it is not finite."""
-        fine = torch.isfinite(x.detach())
-        fine = fine.all() if valid is None else (fine | ~valid[:, None]).all()
+    def _checked(self, x: Tensor, batch: Moments) -> Tensor:
+        """The input, or FloatingPointError where data in it is not finite; on all ranks, if it is so on one."""
         message = (
-            f"{self._label}: the input holds NaN or Inf; no statistics were updated. "
-            "Look at the data and at the layers before this one, or set nonfinite='skip' to leave such batches out"
+            f"{self._label}: the input holds NaN or Inf{' on one of the ranks' if self.settings.sync else ''}; no "
+            "statistics were updated. Look at the data and at the layers before this one, or set nonfinite='skip' to "
+            "leave such batches out"
         )
-        return torch.where(require(fine, message), x, x)  # used, so that compilers keep the check
+        return torch.where(require(~batch.rows.isnan(), message), x, x)  # used, so that compilers keep the check
 
     def _usable(self, batch: Moments) -> Moments:
         """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
@@ -364,22 +270,14 @@ class Decorrelated(RunningMoments):
         return product.to(weight.dtype), constant.to(weight.dtype)
 
 
-def _runs_in_float16(x: Tensor) -> bool:
-    """Whether the stock operation will compute in float16, whose range a gain after the product could leave."""
-    kind = x.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return x.dtype == torch.float16 or autocast
+def _is_finite(x: Tensor, valid: Tensor | None) -> Tensor:
+    fine = torch.isfinite(x.detach())
+    return fine.all() if valid is None else (fine | ~valid[:, None]).all()
 
 
 def _is_recomputation() -> bool:
     """Inside a backward pass, where activation checkpointing runs the layer again: not a new batch."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
 
 
 @torch.library.custom_op("ndpp::require", mutates_args=())

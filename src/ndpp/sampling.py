@@ -19,7 +19,8 @@ from .geometry import Phase
 BITS = 24  # of an offset within a cell of the grid
 # From one sample to the next, the offset of an axis moves on by these parts of a cell, whose multiples fill it evenly
 # (a Kronecker sequence): the golden ratio for the samples themselves, then those that do so for two axes together.
-STRIDES = tuple(round(2**BITS * part) for part in (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 2**0.5 - 1))
+PARTS = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 2**0.5 - 1)
+STRIDES = tuple(round(2**BITS * part) for part in PARTS)
 
 
 class Sample(NamedTuple):
@@ -55,8 +56,13 @@ def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -
         picks[max(room, key=lambda i: counts[i] / picks[i])] += 1
 
 
-def draw(device: torch.device) -> Tensor:
-    """What `choose` draws rows by, from torch's generator: activation checkpointing replays it, graphs capture it."""
+def draw(device: torch.device, sampled: bool = True) -> Tensor:
+    """What `choose` draws rows by, from torch's generator: activation checkpointing replays it, graphs capture it.
+
+    Where every row is looked at, the generator is left alone.
+    """
+    if not sampled:
+        return torch.zeros(len(STRIDES), dtype=torch.long, device=device)
     return torch.randint(1 << BITS, (len(STRIDES),), device=device)
 
 
@@ -82,7 +88,8 @@ def choose(batch: int, phase: Phase, budget: tuple[int, ...], draws: Tensor) -> 
 
 
 def _offset(number: Tensor, draws: Tensor, place: int) -> Tensor:
-    return (number * STRIDES[place] + draws[place]) & ((1 << BITS) - 1)
+    offset: Tensor = (number * STRIDES[place] + draws[place]) & ((1 << BITS) - 1)
+    return offset
 
 
 def _spread(cell: Tensor, offset: Tensor, count: int, picks: int) -> Tensor:

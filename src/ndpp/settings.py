@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -41,11 +42,14 @@ class Settings:
         eps: ε, added to the diagonal of Cov as it is.
         shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
         rows: at most this many output positions enter the statistics, drawn anew each call; None = every position. A
-            transposed convolution looks at one position of each phase at least.
+            transposed convolution looks at one position of each phase at least. Ranks that share statistics share this
+            number as well.
         stride: the paper's sampling: every stride-th position along each spatial axis of a convolution; excludes
             ``rows``.
         momentum: weight of the newest step in the running statistics; None = cumulative average.
-        sync: share statistics between ranks: True, False or a process group. Accepted and stored, without effect yet.
+        sync: share the statistics of training between ranks, which then compute as one process on the joined batch:
+            True (the default process group, where one is initialised), a process group that this rank belongs to, or
+            False. All ranks of it must call the layer equally often. Where a layer is pickled, a group becomes True.
         freeze: running statistics are not updated, and training uses them too.
         nonfinite: a batch with NaN or Inf in the rows looked at is left out of all statistics (``"skip"``: the running
             ones serve that batch); or NaN or Inf anywhere in it raises FloatingPointError (``"raise"``: costs a pass
@@ -83,9 +87,8 @@ class Settings:
         for name in ("shared", "freeze"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         is_group = torch.distributed.is_available() and isinstance(self.sync, torch.distributed.ProcessGroup)
-        self._require(
-            "sync", isinstance(self.sync, bool) or is_group, "True, False or a torch.distributed process group"
-        )
+        expected = "True, False or a torch.distributed process group that this rank is a member of"
+        self._require("sync", isinstance(self.sync, bool) or is_group, expected)
         if self.stride is not None and self.rows is not None:
             raise ValueError(
                 f"Settings: stride={self.stride} and rows={self.rows} are two ways to sample; "
@@ -104,6 +107,24 @@ class Settings:
     def replace(self, **changes: Any) -> Settings:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def __copy__(self) -> Settings:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Settings:
+        return self  # immutable, and a process group cannot be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A process group lives in its process alone: what is pickled shares with all ranks instead, and says so."""
+        state = dict(self.__dict__)
+        if not isinstance(self.sync, bool):
+            warnings.warn(
+                "Settings: a process group cannot be pickled; what is read back has sync=True, all ranks of the "
+                "default group. To train it with another: layer.settings = layer.settings.replace(sync=group)",
+                stacklevel=2,
+            )
+            state["sync"] = True
+        return state
 
     @classmethod
     def paper(cls, **changes: Any) -> Settings:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
-from .kernels import Plan, root
+from .kernels import Plan, known, root
 from .settings import Settings
+from .sync import join
 from .whitening import Moments, in_unit, merge, statistics_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class RunningMoments(nn.Module):
@@ -52,8 +55,6 @@ class RunningMoments(nn.Module):
                 f"{self._label}: block and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
                 "build a new layer with these settings"
             )
-        if settings.sync is not False:
-            warnings.warn(f"{self._label}: sync has no effect in this version of ndpp", stacklevel=3)
         self._settings = settings
         if present is not None:
             self._planned()
@@ -97,35 +98,61 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
-        usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
-        mean = torch.where(usable, mean, self.step_mean)
-        cov = torch.where(usable, cov, self.step_cov)
-        count = torch.where(usable, batch.rows, 0.0).to(mean.dtype)
-        one = torch.ones_like(count)
-        fresh = self.step_rows == 0
-        step = merge(Moments(self.step_rows, self.step_mean, self.step_cov, one), Moments(count, mean, cov, one))
+        new, usable = self._absolute(batch)
+        sure = known(usable)
+        if sure is None:
+            self._observe_by_flags(new, usable)
+        elif sure:
+            self._observe_now(new)
+        if not more_may_come:
+            self.step_rows.zero_()
 
-        self.num_batches_tracked.add_(fresh & usable)
-        weight = torch.where(usable, self._newest_weight(), 0.0)
-        for running, new, old in (
+    def _absolute(self, batch: Moments) -> tuple[Moments, Tensor]:
+        """These moments in unit 1, and whether they are worth anything. No covariance exceeds its two variances."""
+        dtype = self.running_mean.dtype  # of a layer, which may see data of another
+        mean, cov = (batch.mean * batch.unit).to(dtype), (batch.cov * batch.unit.square()).to(dtype)
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        usable = (torch.isfinite(variance) & torch.isfinite(mean)).all() & (batch.rows > 0)
+        return Moments(batch.rows.to(mean.dtype), mean, cov, torch.ones_like(self.step_rows)), usable
+
+    def _step(self) -> Moments:
+        return Moments(self.step_rows, self.step_mean, self.step_cov, torch.ones_like(self.step_rows))
+
+    def _observe_now(self, new: Moments) -> None:
+        """Where it is known that there is something to observe, and if it begins a step."""
+        fresh = bool(self.step_rows == 0)
+        step = new if fresh else merge(self._step(), new)
+        self.num_batches_tracked.add_(int(fresh))
+        weight = self._newest_weight()
+        for running, value, old in (
             (self.running_mean, step.mean, self.step_mean),
             (self.running_cov, step.cov, self.step_cov),
         ):
-            first = torch.lerp(running, new, weight)
-            running.copy_(torch.where(fresh, first, running + weight * (new - old)))
-            old.copy_(new)
-        self.step_rows.copy_(step.rows if more_may_come else torch.zeros_like(step.rows))
+            running.lerp_(value, weight) if fresh else running.add_(weight * (value - old))
+            old.copy_(value)
+        self.step_rows.copy_(step.rows)
+
+    def _observe_by_flags(self, new: Moments, usable: Tensor) -> None:
+        """The same where asking would wait for the device."""
+        mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, self.step_mean), (new.cov, self.step_cov)))
+        fresh = self.step_rows == 0
+        step = merge(self._step(), Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
+        self.num_batches_tracked.add_(fresh & usable)
+        weight = torch.where(usable, self._newest_weight(), 0.0)
+        for running, value, old in (
+            (self.running_mean, step.mean, self.step_mean),
+            (self.running_cov, step.cov, self.step_cov),
+        ):
+            running.add_(weight * (value - torch.where(fresh, running, old)))
+            old.copy_(value)
+        self.step_rows.copy_(step.rows)
 
     @torch.no_grad()
     def _gather(self, batch: Moments) -> None:
         """Take a batch into the statistics being collected: exact over all batches, by their rows."""
-        mean, cov = batch.mean * batch.unit, batch.cov * batch.unit.square()
-        usable = torch.isfinite(cov).all() & torch.isfinite(mean).all() & (batch.rows > 0)
-        one = torch.ones_like(self.step_rows)
-        count = torch.where(usable, batch.rows, 0.0).to(mean.dtype)
-        new = Moments(count, torch.where(usable, mean, self.step_mean), torch.where(usable, cov, self.step_cov), one)
-        step = merge(Moments(self.step_rows, self.step_mean, self.step_cov, one), new)
+        new, usable = self._absolute(batch)
+        mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, self.step_mean), (new.cov, self.step_cov)))
+        step = merge(self._step(), Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
         for old, value in ((self.step_rows, step.rows), (self.step_mean, step.mean), (self.step_cov, step.cov)):
             old.copy_(value)
 
@@ -134,6 +161,14 @@ class RunningMoments(nn.Module):
         for buffer in (self.step_rows, self.step_mean, self.step_cov):
             buffer.zero_()
         self._collecting = using
+
+    @torch.no_grad()
+    def _join_collected(self, group: ProcessGroup) -> None:
+        """Put together what the ranks have collected, each by itself."""
+        rows, mean, cov, unit = join(self._step(), group)
+        self.step_rows.copy_(rows.nan_to_num(0.0))
+        self.step_mean.copy_(mean * unit)
+        self.step_cov.copy_(cov * unit.square())
 
     @torch.no_grad()
     def _end_collecting(self, batches: int) -> float:
@@ -181,6 +216,10 @@ class RunningMoments(nn.Module):
 
     # --- evaluation ---
 
+    def _running(self) -> Moments:
+        tracked = self.num_batches_tracked.to(self.running_mean.dtype)
+        return in_unit(tracked, self.running_mean, self.running_cov, self.settings.eps)
+
     def _evaluation_root(self) -> tuple[Tensor, Tensor, Tensor]:
         """D, μ and their unit from the running moments, computed once for as long as the buffers are what they are."""
         buffers = (self.running_mean, self.running_cov, self.num_batches_tracked)
@@ -195,8 +234,7 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def _solve_running(self) -> tuple[Tensor, Tensor, Tensor]:
-        tracked = self.num_batches_tracked.to(self.running_mean.dtype)
-        stats = in_unit(tracked, self.running_mean, self.running_cov, self.settings.eps)
+        stats = self._running()
         return self._solve(stats), stats.mean, stats.unit
 
     def _solve(self, stats: Moments) -> Tensor:

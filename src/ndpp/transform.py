@@ -12,18 +12,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad
 from torch import Tensor
 from torch.library import custom_op
 
-from . import kernels
+from . import kernels, sync
 from .geometry import Axis, Grid, Layout
 from .kernels import Plan, View, known
 from .sampling import row_budget
 from .whitening import Moments, statistics_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # --- what the operators are told, in numbers and strings ---
 
@@ -59,16 +62,18 @@ def view_of(axes: tuple[int, ...], batch: int, rows: int | None, stride: int | N
 # --- the stages ---
 
 
-def _moments(x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], key: str) -> list[Tensor]:
+def _moments(
+    x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str
+) -> list[Tensor]:
     """Rows, mean, covariance and unit of what this call looks at."""
     plan = plan_of(key)
     if x.numel() == 0:
         return _empty_moments(x, plan)
-    return list(kernels.moments(x, gain, draws, _view(x, axes, plan), plan))
+    return list(kernels.moments(x, gain, draws, _view(x, axes, rows, plan), plan))
 
 
-def _view(x: Tensor, axes: Sequence[int], plan: Plan) -> View:
-    return view_of(tuple(axes), x.shape[0], plan.rows, plan.stride)
+def _view(x: Tensor, axes: Sequence[int], rows: int | None, plan: Plan) -> View:
+    return view_of(tuple(axes), x.shape[0], rows, plan.stride)
 
 
 def _empty_moments(x: Tensor, plan: Plan) -> list[Tensor]:
@@ -86,13 +91,14 @@ def _moments_adjoint(
     gain: Tensor | None,
     draws: Tensor,
     axes: Sequence[int],
+    rows: int | None,
     key: str,
 ) -> Tensor:
     """Add to the gradient of x; the gradient of the gain (nothing where there is none)."""
     plan, stats = plan_of(key), Moments(*batch)
     of_gain = None
-    if x.numel() > 0 and known(stats.rows) is not False:
-        view = _view(x, axes, plan)
+    if x.numel() > 0 and known(stats.rows > 0) is not False:
+        view = _view(x, axes, rows, plan)
         of_gain = kernels.moments_adjoint_(grad, grad_stats[0], grad_stats[1], stats, x, gain, draws, view, plan)
     if gain is None:
         return grad.new_zeros(0)
@@ -123,7 +129,7 @@ def _fold_adjoint(
     of_d, of_mean, of_weight = kernels.folded_adjoint(
         d, Moments(stats.rows, mean, stats.cov, unit), weight, grad_folded, grad_constant, plan
     )
-    seen = known(stats.rows)
+    seen = known(stats.rows > 0)
     if seen is False:
         return [of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)]
     of_cov = kernels.root_adjoint(stats, of_d, plan)
@@ -136,12 +142,14 @@ def _fold_adjoint(
 
 
 @custom_op("ndpp::moments", mutates_args=())
-def moments_op(x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], key: str) -> list[Tensor]:
-    return _moments(x, gain, draws, axes, key)
+def moments_op(
+    x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str
+) -> list[Tensor]:
+    return _moments(x, gain, draws, axes, rows, key)
 
 
 @moments_op.register_fake
-def _(x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], key: str) -> list[Tensor]:
+def _(x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str) -> list[Tensor]:
     return _empty_moments(x, plan_of(key))
 
 
@@ -154,9 +162,10 @@ def moments_adjoint_op(
     gain: Tensor | None,
     draws: Tensor,
     axes: Sequence[int],
+    rows: int | None,
     key: str,
 ) -> Tensor:
-    return _moments_adjoint(grad, grad_stats, batch, x, gain, draws, axes, key)
+    return _moments_adjoint(grad, grad_stats, batch, x, gain, draws, axes, rows, key)
 
 
 @moments_adjoint_op.register_fake
@@ -168,6 +177,7 @@ def _(
     gain: Tensor | None,
     draws: Tensor,
     axes: Sequence[int],
+    rows: int | None,
     key: str,
 ) -> Tensor:
     return grad.new_zeros(0) if gain is None else torch.empty_like(gain)
@@ -187,7 +197,7 @@ def _(
     batch: Sequence[Tensor], running: Sequence[Tensor], weight: Tensor, bias: Tensor | None, key: str
 ) -> list[Tensor]:
     _, mean, cov, unit = batch
-    outputs = weight.shape[1] * plan_of(key).layout.groups if plan_of(key).transposed else weight.shape[0]
+    outputs = plan_of(key).outputs(weight)
     kept = [torch.empty_like(t) for t in (cov, mean, unit)]
     return [torch.empty_like(weight), weight.new_empty(outputs), *kept]
 
@@ -264,51 +274,71 @@ class Transform(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         draws: Tensor,
+        finite: Tensor | None,
         running_mean: Tensor,
         running_cov: Tensor,
         tracked: Tensor,
-        step_rows: Tensor,
         axes: tuple[int, ...],
         key: str,
         plan: Plan,
+        group: ProcessGroup | None,
         again: Again | None,
+        *step_rows: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one."""
+        """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one.
+
+        `finite` says whether all of x is. The backward pass sets every `step_rows` to zero: the step that this call
+        belongs to is then over.
+        """
         gain = kernels.scale(x, plan) if plan.scale != "none" else None
         stages = _stages()
-        batch = stages.moments(x, gain, draws, axes, key)
-        folded, constant, *used = stages.fold(batch, [running_mean, running_cov, tracked], weight, bias, key)
+        rows = budget(plan, group)
+        local = Moments(*stages.moments(x, gain, draws, axes, rows, key))
+        if finite is not None:
+            local = local._replace(rows=torch.where(finite, local.rows, torch.nan))
+        batch, kept = (local, ()) if group is None else sync.join_forward(local, group)
+        folded, constant, *used = stages.fold([*batch], [running_mean, running_cov, tracked], weight, bias, key)
         alias = x.view_as(x)
-        ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used)
-        ctx.told = axes, key, plan, step_rows, again
+        of_rank = () if group is None else (*local, *kept)
+        ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
+        ctx.told = axes, rows, key, plan, group, step_rows, again
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*batch, *(() if ctx.needs_input_grad[0] else (alias,)))
         return (alias, folded, constant, *batch, *(() if gain is None else (gain,)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        x, weight, bias, draws, gain, *kept = ctx.saved_tensors
-        axes, key, plan, step_rows, again = ctx.told
+        x, weight, bias, draws, gain, *saved = ctx.saved_tensors
+        axes, rows, key, plan, group, step_rows, again = ctx.told
         grad_x, grad_folded, grad_constant = grads[:3]
         grad_gain = grads[7] if gain is not None else None
-        step_rows.zero_()  # the step that this call belongs to is over
-        rest = (None,) * 9
+        for step in step_rows:
+            step.zero_()
+        rest = (None,) * (10 + len(step_rows))
         if again is not None and torch.is_grad_enabled():
             return (*again.gradients((x, weight, bias), (grad_x, grad_folded, grad_constant, grad_gain)), *rest)
         stages = _stages()
-        batch, used = kept[:4], kept[4:]
+        batch, used, local, kept = saved[:4], saved[4:7], saved[7:11], saved[11:]
         grad_folded = torch.zeros_like(weight) if grad_folded is None else grad_folded
         if grad_constant is None:
-            grad_constant = weight.new_zeros(weight.shape[1] * plan.layout.groups if plan.transposed else len(weight))
+            grad_constant = weight.new_zeros(plan.outputs(weight))
         of_weight, *of_stats = stages.fold_adjoint(grad_folded, grad_constant, batch, used, weight, key)
         of_x = None
         if ctx.needs_input_grad[0]:
+            if group is not None:
+                of_stats = [*sync.join_adjoint(sync.Kept(*kept), of_stats[0], of_stats[1], group)]
+                batch = local
             of_x = torch.zeros_like(x) if grad_x is None else grad_x
-            of_gain = stages.moments_adjoint_(of_x, of_stats, batch, x, gain, draws, axes, key)
+            of_gain = stages.moments_adjoint_(of_x, of_stats, batch, x, gain, draws, axes, rows, key)
             if gain is not None:
                 of_gain = of_gain if grad_gain is None else of_gain + grad_gain
                 kernels.scale_adjoint_(of_x, x, gain, of_gain, plan)
         return (of_x, of_weight, None if bias is None else grad_constant.to(bias.dtype), *rest)
+
+
+def budget(plan: Plan, group: ProcessGroup | None) -> int | None:
+    """Rows that this rank looks at: the settings speak of all ranks together."""
+    return plan.rows if plan.rows is None or group is None else max(plan.rows // group.size(), 1)
 
 
 def declines(x: Tensor, grid: Grid, valid: Tensor | None, taps: int) -> str | None:

@@ -23,7 +23,7 @@ SMALLEST_UNIT = 2.0**-100  # squares of anything in this unit stay normal number
 class Moments(NamedTuple):
     """Mean and covariance of the columns of X / unit, over a number of rows (output positions)."""
 
-    rows: Tensor  # ()
+    rows: Tensor  # (); NaN where there was data that is not finite
     mean: Tensor  # (g, f)
     cov: Tensor  # (g, f, f), normalised by the rows
     unit: Tensor  # ()
@@ -243,7 +243,8 @@ class EighRoot(torch.autograd.Function):
         kept = (r_i > 0) & (r_j > 0)
         either = (r_i > 0) ^ (r_j > 0)
         both = -r_i * r_j * (r_i * r_j / torch.where(kept, r_i + r_j, 1.0))
-        difference = torch.where(kept, both, torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0))
+        across = torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0)
+        difference = torch.where(kept, both, across)
         return vectors @ (vectors.mT @ grad @ vectors * difference) @ vectors.mT
 
 

@@ -31,7 +31,7 @@ CALIBRATION = 4  # batches that show ndpp layers the data, so that they keep wha
 
 # Keys that a run may be continued with other values of.
 FREE = {
-    *("run.out", "run.keep", "run.log_every", "run.save_every", "run.device"),
+    *("run.out", "run.keep", "run.log_every", "run.save_every", "run.device", "run.timeout"),
     *("data.path", "data.workers", "data.skip_bad"),
 }
 
@@ -114,13 +114,18 @@ def prepared_torch(run: RunConfig) -> Iterator[None]:
 def saved_state(config: Config, resume: bool, overwrite: bool) -> dict[str, Any] | None:
     """The checkpoint to go on from; an error where a run would be lost or mixed with another."""
     out = Path(config.out)
+    if overwrite and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise ConfigError(
+            "--overwrite under torchrun --max-restarts would begin anew after every restart; use --resume auto and "
+            "another folder, or no restarts"
+        )
     if overwrite:
         return None
     there = checkpoints.found(out / "checkpoints")
     if there and not resume:
         raise ConfigError(
-            f"{out} holds a run already ({there[-1].name}); go on with --resume auto, begin anew with --overwrite, or "
-            "choose another folder with --out"
+            f"{out} holds a run already ({there[-1].name}); go on with --resume auto (always, under torchrun "
+            "--max-restarts), begin anew with --overwrite, or choose another folder with --out"
         )
     state = checkpoints.latest(out / "checkpoints") if resume else None
     if state is not None:

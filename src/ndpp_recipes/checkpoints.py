@@ -50,7 +50,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """A checkpoint of this step, after which only the last `keep` remain."""
     path = folder / f"step-{step:08d}.pt"
     write_whole(path, lambda file: torch.save(state, file))
-    for old in found(folder)[: -max(keep, 1)]:
+    for old in (*found(folder)[: -max(keep, 1)], *folder.glob(".step-*.partial")):  # a kill leaves the latter behind
         old.unlink(missing_ok=True)
     return path
 

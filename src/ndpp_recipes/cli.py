@@ -350,6 +350,11 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+def _of_rank(text: str) -> str:
+    """Whose error it is, where several processes speak at once."""
+    return f"rank {os.environ['RANK']}: {text}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else text
+
+
 def _checked(command: Command) -> Command:
     def run(options: argparse.Namespace) -> None:
         try:
@@ -357,11 +362,11 @@ def _checked(command: Command) -> Command:
         except Stopped as error:
             raise Failure(str(error), status=3) from error
         except RecipeError as error:
-            raise Failure(str(error)) from error
+            raise Failure(_of_rank(str(error))) from error
         except BrokenPipeError:  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
-            raise Failure(f"{error.filename or 'a file'}: {error.strerror or error}") from error
+            raise Failure(_of_rank(f"{error.filename or 'a file'}: {error.strerror or error}")) from error
 
     return command._replace(main=run)
 

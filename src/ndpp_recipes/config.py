@@ -180,7 +180,8 @@ class ScheduleConfig:
 class RunConfig:
     """The loop. steps, if given, counts instead of epochs. batch_size is that of one optimizer step, over all ranks
     and accumulated parts. eval_every and save_every are in steps; 0 is once an epoch. recalibrate is how many batches
-    refresh the statistics of ndpp layers before the last evaluation.
+    refresh the statistics of ndpp layers before the last evaluation. timeout is for how many seconds ranks wait for
+    each other before the run ends.
     """
 
     out: str = "runs/{recipe}-{norm}"
@@ -199,6 +200,7 @@ class RunConfig:
     deterministic: bool = False
     device: str = "auto"
     parallel: Parallel = "ddp"
+    timeout: int = 1800
     eval_every: int = 0
     save_every: int = 0
     keep: int = 2
@@ -209,6 +211,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _check(self, dict.fromkeys(("epochs", "steps", "batch_size", "eval_batch_size", "accumulate"), 1))
         _check(self, {"keep": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "recalibrate": 0, "seed": 0})
+        _check(self, {"timeout": 1})
         _check(self, {"clip": 0}, above=True)
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected a number from 0 to less than 1; got {self.label_smoothing}")

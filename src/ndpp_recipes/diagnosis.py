@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ndpp.decorrelated import Decorrelated
 from ndpp.feeding import tensors
 
 
@@ -31,6 +33,20 @@ def _broken(value: Tensor) -> bool:
     return value.is_floating_point() and not bool(torch.isfinite(value).all())
 
 
+@contextlib.contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Without the statistics of other ranks, whose loss may be a number: they would not come."""
+    shared = [m for m in model.modules() if isinstance(m, Decorrelated) and m.settings.sync is not False]
+    before = [module.settings for module in shared]
+    try:
+        for module in shared:
+            module.settings = module.settings.replace(sync=False)
+        yield
+    finally:
+        for module, settings in zip(shared, before, strict=True):
+            module.settings = settings
+
+
 def _first_broken(
     model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> Iterator[tuple[str, str, bool]]:
@@ -46,7 +62,7 @@ def _first_broken(
     leaves = [(name or "(the model)", m) for name, m in model.named_modules() if not any(m.children())]
     handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _alone(model):
             forward(model, batch)
     except Exception:  # what is not finite may break later layers
         pass

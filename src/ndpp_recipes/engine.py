@@ -32,7 +32,7 @@ from .building import (
 from .config import Config
 from .diagnosis import nonfinite_cause
 from .errors import ConfigError, NonFiniteError, Stopped
-from .loading import Loader, random_state, restore_random_
+from .loading import Loader, random_state, restore_random_, seed_
 from .monitor import Display, Log, Silent, display, memory
 from .optimizers import make_optimizers, rate_factor
 from .parallel import Place
@@ -82,9 +82,10 @@ class Trainer:
         self.config, self.place, self.shown, self.overwrite = config, place, shown or Silent(), overwrite
         self.out = Path(config.out)
         saved = saved_state(config, resume, overwrite)
+        parallel.agree(None if saved is None else saved["step"], place)
         self.task = make_task(config)
         self.loader = Loader(self.task, place)
-        torch.manual_seed(config.run.seed)
+        _seed(config.run.seed)
         self.model, self.summary = build_model(self.loader, place.device, fresh=saved is None)
         self.ema = averaged(self.model, config.run)
         self.wrapped = parallel.wrapped(self.model, place, config.run)
@@ -98,7 +99,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.best: dict[str, float] = {}
         self.stopping = False
-        torch.manual_seed(config.run.seed + place.rank)  # the same for every normalisation, however it was built
+        _seed(config.run.seed + place.rank)  # the same for every normalisation, however it was built
         if saved is not None:
             self.load_state(saved)
         self.log: Log | None = None
@@ -234,7 +235,8 @@ class Trainer:
     # --- state ---
 
     def save(self) -> None:
-        """A checkpoint of now, by the first rank."""
+        """A checkpoint of now, by the first rank, whose statistics are those of all who go on from it."""
+        parallel.share_buffers_(self.model, self.place)
         mine = random_state(cuda=self.place.device.type == "cuda")
         state = {**self.state(), "random": parallel.gathered(mine, self.place)}
         if self.place.first:
@@ -259,7 +261,10 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         if state["world"] != self.place.world:
-            raise ConfigError(f"the checkpoint is of {state['world']} ranks; this run has {self.place.world}")
+            raise ConfigError(
+                f"the checkpoint is of {state['world']} ranks; this run has {self.place.world}, which would see other "
+                f"batches; start {state['world']} (torchrun --nproc-per-node), or begin anew in another folder"
+            )
         self.step, self.seconds = state["step"], state["seconds"]
         self.metrics, self.best = state["metrics"], state["best"]
         parallel.load_model_state(self.model, state["model"])
@@ -284,6 +289,8 @@ class Trainer:
             checkpoints.write_json(self.out / "config.json", self.config.to_dict())
             for name, text in self.task.files().items():
                 checkpoints.write_whole(self.out / name, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]
+            if self.step == self.total:  # it may have ended between its last checkpoint and this
+                self.write_result()
         begun = f"from step {self.step} " if self.step else ""
         self.shown.message(f"{self.summary}; {self.total} steps {begun}on {self.place.device} → {self.out}")
         self.paused = time.perf_counter()
@@ -302,6 +309,12 @@ class Trainer:
 
     def to_device(self, batch: Any) -> Any:
         return on_device(batch, self.place.device, self.config.run.channels_last)
+
+
+def _seed(seed: int) -> None:
+    """All generators, of GPUs too: a run that was killed before its first checkpoint begins as it did."""
+    torch.manual_seed(seed)
+    seed_(seed % 2**32)
 
 
 class _Arriving:
@@ -329,7 +342,9 @@ class _Arriving:
 def _politely_stopped(trainer: Trainer) -> Iterator[None]:
     """SIGINT and SIGTERM end the run after the step at hand, with a checkpoint; a second one ends it at once."""
     if trainer.place.world > 1 or threading.current_thread() is not threading.main_thread():
-        yield  # several ranks would stop at different steps
+        # Several ranks would stop at different steps. And torchrun ends what is left of a broken run by SIGTERM: a rank
+        # that waits for a dead one could not answer, and would hold up the restart until it is killed.
+        yield
         return
 
     def stop(number: int, frame: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -90,8 +91,10 @@ class Loader:
 
     def list_bad_in(self, path: Path) -> None:
         """Write bad records to this file, from now on and those found already; what it lists counts on."""
-        known = path.read_text().splitlines() if path.exists() else []
-        found, self.bad = self.bad, {json.loads(line)["text"] for line in known}
+        found, self.bad = self.bad, set()
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
+                self.bad.add(json.loads(line)["text"])
         self.listed = path
         for text in sorted(found - self.bad):
             self._list(text)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .config import RunConfig
-from .errors import ConfigError
+from .errors import ConfigError, RecipeError
 
 SHARDED = 1_000_000  # parameters above which FSDP gives a block its own all-gather
 
@@ -34,7 +37,11 @@ class Place:
 
 @contextlib.contextmanager
 def joined(run: RunConfig) -> Iterator[Place]:
-    """Join the processes that torchrun started, if it did, for the time of a run."""
+    """Join the processes that torchrun started, if it did, for the time of a run.
+
+    An error leaves the group as it is, and the end of the process ends it: to take leave, nccl would wait for ranks
+    that may be gone or do something else, and the error would not be shown before.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_named(run.device, local)
@@ -44,11 +51,46 @@ def joined(run: RunConfig) -> Iterator[Place]:
         rank = dist.get_rank() if dist.is_initialized() else 0
         yield Place(rank, dist.get_world_size() if dist.is_initialized() else 1, device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield Place(dist.get_rank(), world, device)
-    finally:
-        dist.destroy_process_group()
+    store, rank, world = _met(run.timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=run.timeout),
+    )
+    yield Place(rank, world, device)
+    dist.destroy_process_group()
+
+
+def _met(timeout: float) -> tuple[Any, int, int]:
+    """A part of torchrun's store that is new to the ranks that live now, this one's number, and how many there are.
+
+    That store outlives restarts (pytorch issue 135712): the addresses that dead ranks left in it would be called. The
+    count of restarts cannot tell them apart, for nodes count only their own. So every rank shows a mark that no one
+    had before; the first calls each mark it sees by the name of a new part, and goes on once all have answered to it.
+    """
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+    deadline = time.monotonic() + timeout
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    store.set_timeout(timedelta(seconds=timeout))
+    mark = uuid.uuid4().hex
+    store.set(f"ndpp/here/{rank}", mark)
+    if rank > 0:
+        name = store.get(f"ndpp/called/{mark}").decode()
+        store.set(f"ndpp/{name}/{rank}", "answered")
+        return PrefixStore(name, store), rank, world
+    missing = list(range(1, world))
+    while missing:
+        for other in missing:
+            seen = store.get(f"ndpp/here/{other}").decode()  # it may be a dead one's, and will be replaced
+            store.set(f"ndpp/called/{seen}", mark)
+        missing = [other for other in missing if not store.check([f"ndpp/{mark}/{other}"])]
+        if time.monotonic() > deadline:
+            raise RecipeError(f"ranks {missing} did not join within run.timeout={timeout} s; look at what they printed")
+        time.sleep(0.01)
+    return PrefixStore(mark, store), rank, world
 
 
 def device_named(name: str, local: int = 0) -> torch.device:
@@ -81,7 +123,8 @@ def wrapped(model: nn.Module, place: Place, run: RunConfig) -> nn.Module:
         fully_shard(model)
         return model
     ids = [place.device.index] if place.device.type == "cuda" else None
-    # Buffers are statistics: each rank keeps its own while it trains, and takes those of the first to evaluate.
+    # Buffers are statistics: each rank keeps its own while it trains, and takes those of the first to evaluate and
+    # wherever a checkpoint is made.
     return nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
@@ -116,6 +159,16 @@ def gathered(value: Any, place: Place) -> list[Any]:
     values: list[Any] = [None] * place.world
     dist.all_gather_object(values, value)
     return values
+
+
+def agree(step: int | None, place: Place) -> None:
+    """All ranks go on from the same checkpoint, or none does."""
+    steps = gathered(step, place)
+    if len(set(steps)) > 1:
+        found = ", ".join(f"rank {rank}: {'none' if s is None else f'step {s}'}" for rank, s in enumerate(steps))
+        raise RecipeError(
+            f"the ranks found different checkpoints ({found}); --out has to be a folder that all ranks see"
+        )
 
 
 def barrier(place: Place) -> None:

@@ -20,6 +20,12 @@ def test_only_the_last_remain(tmp_path: Path) -> None:
     assert checkpoints.latest(tmp_path / "nowhere") is None
 
 
+def test_what_a_kill_left_behind_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000005.pt.123.partial").write_bytes(b"torn")
+    checkpoints.save(tmp_path, 5, {"step": 5}, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005.pt"]
+
+
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, 1, {"step": 1, "w": torch.ones(100)}, keep=5)
     newest = checkpoints.save(tmp_path, 2, {"step": 2, "w": torch.ones(100)}, keep=5)

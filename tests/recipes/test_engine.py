@@ -12,10 +12,11 @@ from tests.recipes.toy import Toy, config
 from torch import nn
 
 import ndpp
-from ndpp_recipes import building, engine
+from ndpp_recipes import building, engine, parallel
 from ndpp_recipes.config import Config, NormConfig
 from ndpp_recipes.engine import Trainer
 from ndpp_recipes.errors import ConfigError, NonFiniteError, RecipeError
+from ndpp_recipes.loading import random_state
 from ndpp_recipes.parallel import Place
 
 PLACE = Place(0, 1, torch.device("cpu"))
@@ -259,3 +260,28 @@ def test_switches(tmp_path: Path) -> None:
     for wrong, message in (({"ema": 1.5}, "between 0 and 1"), ({"device": "meta"}, "auto, cpu, cuda")):
         with pytest.raises(ConfigError, match=message):
             engine.train(_config(tmp_path / "other", **wrong))
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_result_writes_it(tmp_path: Path) -> None:
+    whole = _trained(_config(tmp_path))
+    (tmp_path / "result.json").unlink()
+    _trained(_config(tmp_path), resume=True)
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == whole.total
+
+
+def test_runs_begin_with_the_same_state_of_all_generators(tmp_path: Path) -> None:
+    first, second = (Trainer(_config(tmp_path / name), PLACE) and random_state() for name in ("first", "second"))
+    assert torch.equal(first["numpy"][1], second["numpy"][1])
+    assert first["python"] == second["python"]
+
+
+def test_overwriting_and_restarts_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match=r"--overwrite under torchrun --max-restarts.*--resume auto"):
+        Trainer(_config(tmp_path), PLACE, overwrite=True)
+
+
+def test_ranks_that_see_different_folders_do_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "gathered", lambda value, place: [7, None])
+    with pytest.raises(RecipeError, match=r"rank 0: step 7, rank 1: none.*folder that all ranks see"):
+        Trainer(_config(tmp_path), PLACE)

@@ -108,6 +108,13 @@ def test_what_was_found_before_there_was_a_file_is_listed(tmp_path: Path) -> Non
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_torn_line_of_the_list_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"te')
+    loader = _loader()
+    loader.list_bad_in(tmp_path / "bad.jsonl")
+    assert loader.bad == {"a"}
+
+
 def test_nothing_but_bad_records_is_an_error_and_no_endless_loop() -> None:
     with pytest.raises(DataError, match=r"32 records in a row cannot be used"):
         list(_loader(bad=range(20), skip_bad=1000).epoch(0))

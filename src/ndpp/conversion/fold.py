@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import whitening
 from ..attention import MultiheadAttention, Projection
 from ..decorrelated import Decorrelated
+from ..sampling import lattice
 from .convert import refuse_wrapped
 from .norms import forget_removed_
 from .surgery import OWN, STATE, combined, enable_fast_paths_, is_ours, stock_class
@@ -60,6 +61,7 @@ def _fold_layer_(layer: Decorrelated) -> None:
     module.bias = nn.Parameter(bias, requires_grad=trains if old is None else old.requires_grad)
     if scale != "none":
         module.scale, module.scale_eps, module.scale_per_row = scale, settings.scale_eps, per_row
+        module.scale_positions = settings.scale_positions
 
 
 class Scaled(nn.Module):
@@ -68,18 +70,20 @@ class Scaled(nn.Module):
     scale: str
     scale_eps: float
     scale_per_row: bool
+    scale_positions: int | None
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y: Tensor = super().forward(self._scaled(input), *args, **kwargs)
         return y
 
     def _scaled(self, input: Tensor) -> Tensor:
-        if self.scale_per_row:
-            dims: tuple[int, ...] = (input.dim() - 1,)
-        else:  # without a batch, the input is one sample
-            batched = input.dim() == len(self.kernel_size) + 2  # type: ignore[arg-type]
-            dims = tuple(range(1 if batched else 0, input.dim()))
-        center, gain = whitening.sample_scale(input, self.scale, dims, eps=self.scale_eps)
+        part, dims = input, tuple(range(input.dim() - 1, input.dim()))
+        if not self.scale_per_row:  # without a batch, the input is one sample
+            sizes = len(self.kernel_size)  # type: ignore[arg-type]
+            dims = tuple(range(1 if input.dim() == sizes + 2 else 0, input.dim()))
+            at: tuple[Any, ...] = (..., *lattice(tuple(input.shape[-sizes:]), self.scale_positions))
+            part = input[at]
+        center, gain = whitening.sample_scale(part, self.scale, dims, eps=self.scale_eps)
         return ((input.to(gain.dtype) - center) * gain).to(input.dtype)
 
     def extra_repr(self) -> str:

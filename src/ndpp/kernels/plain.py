@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ class Plan:
     rows: int | None
     stride: int | None
 
+    def outputs(self, weight: Tensor) -> int:
+        return weight.shape[1] * self.layout.groups if self.transposed else weight.shape[0]
+
+    @property
+    def samples_rows(self) -> bool:
+        return self.rows is not None or self.stride is not None
+
 
 @dataclass(frozen=True)
 class View:
@@ -48,7 +56,7 @@ class View:
 
 
 def known(flag: Tensor) -> bool | None:
-    """A flag or a count as a bool where reading it waits for nothing: on the CPU, outside of tracing."""
+    """The flag as a bool where reading it waits for nothing: on the CPU, outside of tracing."""
     if flag.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
     return bool(flag)
@@ -74,14 +82,15 @@ def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
     """What of x enters the scale, and over which axes."""
     if plan.per_row:
         return x, (1,)
-    return x[(..., *lattice(tuple(x.shape[2:]), plan.scale_positions))], tuple(range(1, x.dim()))
+    at: tuple[Any, ...] = (..., *lattice(tuple(x.shape[2:]), plan.scale_positions))
+    return x[at], tuple(range(1, x.dim()))
 
 
 # --- μ and Cov ---
 
 
 def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
-    """Of the rows looked at. A call with non-finite values in them has a count of zero, and zeros for values."""
+    """Of the rows looked at. A call with non-finite values in them has a count of NaN, and zeros for values."""
     values, _ = _rows(x, gain, draws, view, plan)
     low, high = torch.aminmax(values)
     peak = torch.maximum(high, -low)
@@ -98,7 +107,7 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     if divisor is None:
         mean, cov = mean / unit, cov / unit.square()
     total = torch.full_like(unit, x.shape[0] * math.prod([axis.count for axis in view.phase]))
-    return Moments(total if sure else torch.where(finite, total, 0.0), mean, cov, unit)
+    return Moments(total if sure else torch.where(finite, total, torch.nan), mean, cov, unit)
 
 
 def _part_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +139,7 @@ def moments_adjoint_(
         first += own
         centred = rows / stats.unit - stats.mean[at, None, :f]
         back = adjoints.moments_adjoint(centred, grad_mean[at, :f], grad_cov[at, :f, :f], rows.shape[1])
-        if known(stats.rows) is None:  # where there was nothing to look at, there is nothing to add
+        if known(stats.rows > 0) is None:  # where there was nothing to look at, there is nothing to add
             back = torch.where(stats.rows > 0, back, 0.0)
         blocks = plan.layout.groups * part.blocks
         back = back.reshape(n, blocks, f) if plan.layout.shared else back.transpose(0, 1)
@@ -189,7 +198,7 @@ def _gain_adjoint(gain: Tensor, of_rows: Tensor, sample: Sample, view: View, pla
 
 def usable(batch: Moments, running_mean: Tensor, running_cov: Tensor, tracked: Tensor, plan: Plan) -> Moments:
     """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
-    seen = known(batch.rows)
+    seen = known(batch.rows > 0)
     if seen:
         return batch
     running = whitening.in_unit(tracked.to(batch.rows.dtype), running_mean, running_cov, plan.eps)
@@ -201,8 +210,8 @@ def usable(batch: Moments, running_mean: Tensor, running_cov: Tensor, tracked: T
 def root(stats: Moments, plan: Plan) -> Tensor:
     """D in the unit of the moments. Of no rows at all it is the identity: the layer is then the stock layer."""
     widths = plan.layout.feature_counts(stats.cov.device)
-    options = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
-    seen = known(stats.rows)
+    options: Any = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
+    seen = known(stats.rows > 0)
     if seen is not False:
         d = whitening.decorrelate(stats, solver=plan.solver, steps=plan.steps, **options)
         if seen:

@@ -182,7 +182,7 @@ def _finish(
         tl.store(mean + block * f + feature_i, shift + left, in_i)
         if (i == 0) & (block == 0):
             tl.store(unit_out, unit)
-            tl.store(rows, tl.where(finite, positions, 0.0))
+            tl.store(rows, tl.where(finite, positions, float("nan")))
     else:
         tl.store(own + feature_j[None, :] * f + feature_i[:, None], product, in_i[:, None] & in_j[None, :])
 

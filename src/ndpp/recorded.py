@@ -1,0 +1,208 @@
+"""μ and Cov of a layer's input as plain operations, which autograd records: every case, masks and phases included."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import kernels, sync, whitening
+from .geometry import Grid, Phase
+from .rows import patches, row_weights
+from .sampling import Sample, choose, every, row_budget
+from .statistics import RunningMoments
+from .transform import budget
+from .whitening import Moments
+
+ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
+
+
+class Rows(NamedTuple):
+    """Sampled rows of one phase, and how many output positions of the batch they stand for."""
+
+    values: Tensor  # (n, channels, own taps)
+    weight: Tensor | None  # (n,), under a mask
+    positions: Tensor  # ()
+    taps: Tensor  # where they stand among all taps of the kernel
+
+
+class Recorded(RunningMoments):
+    """S, and the moments of the rows of S·X."""
+
+    _per_row_scale = False  # Linear: S is of each row, not of the whole sample
+
+    # --- S ---
+
+    def _scaled(self, x: Tensor, valid: Tensor | None, narrow: bool) -> tuple[Tensor, Tensor | None]:
+        """The input, and a gain for the output where scale commutes with the layer and its range allows."""
+        inside = inside_part = None
+        if valid is not None and not self._per_row_scale:
+            inside = valid[:, None]
+        if inside is not None:  # the layer pads with zeros, and so must batching: a sample is what it is alone
+            x = torch.where(inside, x, 0.0)
+        mode = self.settings.scale
+        if mode == "none" or x.numel() == 0:
+            return x, None
+        if self._has_native_scale:
+            return self._normalised(x, mode), None
+        part, dim = kernels.scaled_part(x, self._plan)
+        if inside is not None:
+            inside_part = kernels.scaled_part(inside, self._plan)[0]
+        center, gain = whitening.sample_scale(part, mode, dim, inside_part, self.settings.scale_eps)
+        if mode != "standardize" and not narrow:
+            return x, gain
+        scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
+        return (scaled if inside is None else torch.where(inside, scaled, 0.0)), None
+
+    @property
+    def _has_native_scale(self) -> bool:
+        s = self.settings
+        return self._per_row_scale and s.scale_eps > 0 and s.scale in ("standardize", "rms")
+
+    def _normalised(self, x: Tensor, mode: str) -> Tensor:
+        """Every row as LayerNorm or RMSNorm has it, by torch's own kernel; its ε keeps rows without spread finite."""
+        rows, shape, eps = x.movedim(1, -1), (x.shape[1],), self.settings.scale_eps
+        y = F.layer_norm(rows, shape, eps=eps) if mode == "standardize" else F.rms_norm(rows, shape, eps=eps)
+        return y.movedim(-1, 1)
+
+    # --- μ and Cov ---
+
+    def _moments_of_call(
+        self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None, draws: Tensor, finite: Tensor | None
+    ) -> Moments:
+        """Of the rows that this call looks at, on all ranks."""
+        group = sync.group_of(self.settings.sync)
+        rows = budget(self._plan, group)
+        phases = [phase for phase in grid.phases if grid.positions(phase)] if x.numel() > 0 else []
+        batch = self._batch_moments([self._rows(x, gain, grid, phase, valid, draws, rows) for phase in phases])
+        batch = Moments(*(value.to(whitening.statistics_dtype(x.dtype)) for value in batch))  # also of no rows
+        if finite is not None:
+            batch = batch._replace(rows=torch.where(finite, batch.rows, torch.nan))
+        if group is None:
+            return batch
+        if x.requires_grad and not batch.mean.requires_grad:  # no rows here, but others have: join their backward
+            batch = batch._replace(mean=batch.mean + x[:0].sum().to(batch.mean.dtype))
+        return sync.join(batch, group)
+
+    def _rows(
+        self,
+        x: Tensor,
+        gain: Tensor | None,
+        grid: Grid,
+        phase: Phase,
+        valid: Tensor | None,
+        draws: Tensor,
+        rows: int | None,
+    ) -> Rows:
+        """The rows of S·X in one phase that this call looks at."""
+        positions = x.shape[0] * grid.positions(phase)
+        if rows is not None and len(grid.phases) > 1:  # each phase has its share
+            rows = max(rows * grid.positions(phase) // sum([grid.positions(p) for p in grid.phases]), 1)
+        stride = None if self._per_row_scale else self.settings.stride
+        sample = choose(x.shape[0], phase, row_budget(x.shape[0], phase, rows, stride), draws)
+        return self._rows_at(x, gain, grid, phase, valid, sample, positions)
+
+    def _rows_at(
+        self,
+        x: Tensor,
+        gain: Tensor | None,
+        grid: Grid,
+        phase: Phase,
+        valid: Tensor | None,
+        sample: Sample,
+        positions: int,
+    ) -> Rows:
+        """The rows of this sample, which stand for so many positions."""
+        taps = grid.taps(phase, x.device)
+        dtype = whitening.statistics_dtype(x.dtype)
+        weight = None if valid is None else row_weights(valid, phase, sample).to(dtype)
+        count = torch.full((), float(positions), dtype=dtype, device=x.device)
+        if weight is not None:
+            count = count * weight.mean()
+        if len(taps) == 0:  # these outputs are the bias alone: all zeros, which only count
+            return Rows(x.new_zeros(0), weight, count, taps)
+        values = patches(x, phase, sample, getattr(self, "padding_mode", "zeros")).to(dtype)
+        if gain is not None:
+            values = values * self._row_gain(gain, phase, sample)
+        if weight is not None:
+            values = torch.where(weight[:, None, None] > 0, values, 0.0)
+        return Rows(values, weight, count, taps)
+
+    def _exact_moments(self, x: Tensor, grid: Grid, valid: Tensor | None) -> Moments:
+        """Of S·X over every position, without anything else that a call does."""
+        narrow = runs_in_float16(x)
+        with no_autocast(x.device.type):
+            return self._every_row(*self._scaled(x, valid, narrow), grid, valid)
+
+    def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
+        """Moments over every position, in chunks of bounded memory."""
+        most = max(ELEMENTS_AT_ONCE // (x.shape[1] * self.layout.taps), 1)
+        chunks = [every(x.shape[0], phase, most, x.device) for phase in grid.phases if grid.positions(phase)]
+        phases = [phase for phase in grid.phases if grid.positions(phase)]
+        total: Moments | None = None
+        for samples in itertools.zip_longest(*chunks):
+            rows = [
+                self._rows_at(x, gain, grid, phase, valid, sample, math.prod(sample.size))
+                for phase, sample in zip(phases, samples, strict=True)
+                if sample is not None
+            ]
+            part = self._batch_moments(rows)
+            part = part._replace(rows=part.rows.nan_to_num(0.0))  # what is not finite stays out
+            total = part if total is None else whitening.merge(total, part)
+        assert total is not None
+        return total
+
+    def _row_gain(self, gain: Tensor, phase: Phase, sample: Sample) -> Tensor:
+        if self._per_row_scale:
+            return patches(gain, phase, sample)
+        chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
+        return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
+
+    def _batch_moments(self, phases: Sequence[Rows]) -> Moments:
+        """Moments of this call. A batch with non-finite values has a count of NaN, and zeros for values."""
+        total = torch.stack([rows.positions for rows in phases]).sum() if phases else torch.zeros_like(self.step_rows)
+        used = [rows for rows in phases if len(rows.taps)]
+        if not used:  # no rows, or padding cropped all that the taps reach: every output is the bias
+            zeros = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_cov)
+            return Moments(total, *zeros, torch.ones_like(total))
+        unit, finite = self._unit(used)
+        stacked = [self.layout.stack(torch.where(finite, rows.values, 0.0) / unit) for rows in used]
+        shares = [rows.positions / total.clamp_min(1.0) for rows in used]
+        parts = []
+        for index, part in enumerate(self.layout.parts):
+            repeat = self.layout.repeats(part)
+            each = [
+                whitening.moments(stack[index], None if rows.weight is None else rows.weight.repeat_interleave(repeat))
+                for stack, rows in zip(stacked, used, strict=True)
+            ]
+            if len(phases) > 1 or len(used[0].taps) < self.layout.taps:
+                each = [whitening.assemble_phases(each, [rows.taps for rows in used], shares, self.layout.taps)]
+            parts.append(each[0])
+        mean, cov = self.layout.pack(parts)
+        return Moments(torch.where(finite, total, torch.nan), mean, cov, unit)
+
+    def _unit(self, used: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+        """A unit near the magnitude of the rows, and whether they are finite."""
+        peak = torch.stack([rows.values.detach().abs().amax() for rows in used]).amax()
+        finite = torch.isfinite(peak)
+        floor = max(math.sqrt(self.settings.eps), whitening.SMALLEST_UNIT)
+        return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
+
+
+def runs_in_float16(x: Tensor) -> bool:
+    """Whether the stock operation will compute in float16, whose range a gain after the product could leave."""
+    kind = x.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    return x.dtype == torch.float16 or autocast
+
+
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
