@@ -304,7 +304,7 @@ def test_kernel_of_root(blocks: int, f: int, last: int, solver: str, device: str
 
 @on_device
 def test_kernel_of_nothing(device: str) -> None:
-    """Values that are not finite: a count that says so, zeros, D = I·unit and no gradient, without the host being asked."""
+    """Values that are not finite: a count of NaN, zeros, D = I·unit and no gradient; the host is not asked."""
     case = CASES[7]
     for bad in (math.nan, math.inf):
         x, plan, view, draws = case.input().to(device), case.plan(), replace(case, rows=None).view(), draw(device)
