@@ -59,6 +59,18 @@ def of_roots(width: int) -> list[Any]:
     return taken
 
 
+def of_observing(width: int) -> list[Any]:
+    """The launches of running statistics."""
+    from ndpp.kernels import Running, triton_launch, triton_observe
+
+    cov, one = torch.eye(width)[None], torch.ones(())
+    state = Running(cov[:, 0], cov, torch.ones((), dtype=torch.long), one, cov[:, 0], cov)
+    triton_launch.recorded = []
+    triton_observe.observe_(state, Moments(one, cov[:, 0], cov, one), 0.1, True)
+    taken, triton_launch.recorded = triton_launch.recorded, None
+    return taken
+
+
 def main(options: argparse.Namespace) -> None:
     from ndpp.kernels import triton_launch
 
@@ -67,6 +79,7 @@ def main(options: argparse.Namespace) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             cases += [(f"{name}, {str(dtype).split('.')[1]}", started) for started in of_moments(*shape, dtype)]
     cases += [(f"{width} features", started) for width in WIDTHS for started in of_roots(width)]
+    cases += [("64 features", started) for started in of_observing(64)]
     rows = []
     for name, started in cases:
         built = triton_launch.build(started, options.capability)

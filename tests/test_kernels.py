@@ -346,6 +346,29 @@ def test_kernel_of_data_off_centre(device: str) -> None:
     assert got.cov[0, 3].abs().max() < 1e-12
 
 
+@on_device
+@pytest.mark.parametrize("momentum", [0.1, 0.001, None, 1.0])
+def test_kernel_of_running_statistics(momentum: float | None, device: str) -> None:
+    """Steps of one and of two calls, and calls with nothing to give, into all buffers."""
+    states = []
+    for observe_ in (taken("observe_"), plain.observe_):
+        torch.manual_seed(2)
+        buffers = torch.zeros(2, 5), torch.eye(5).repeat(2, 1, 1), torch.tensor(0)
+        zeros = torch.tensor(0.0), torch.zeros(2, 5), torch.zeros(2, 5, 5)
+        state = kernels.Running(*(t.to(device) for t in (*buffers, *zeros)))
+        for bad in ("", "more", "rows", "", "cov", "mean", ""):
+            rows = torch.randn(2, 20, 5) + 1
+            mean, cov = rows.mean(1), torch.einsum("gni,gnj->gij", rows, rows) / 20
+            batch = Moments(torch.tensor(math.nan if bad == "rows" else 7.0), mean, cov, torch.tensor(0.25))
+            if bad in ("mean", "cov"):
+                getattr(batch, bad)[0, 1] = math.inf
+            observe_(state, Moments(*(t.to(device) for t in batch)), momentum, bad in ("more", "rows", "cov"))
+        states.append(state)
+    assert states[0].tracked == states[1].tracked == 3
+    for got, want, name in zip(*states, kernels.Running._fields, strict=True):
+        close(got, want, 2e-6, name)
+
+
 LAYERS: dict[str, tuple[Any, tuple[int, ...], ndpp.Settings]] = {
     "linear": (lambda s: ndpp.Linear(6, 4, settings=s), (30, 6), ndpp.Settings(rows=11, scale="std")),
     "tokens": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(scale="l1", solver="minimax")),
@@ -442,7 +465,7 @@ def test_kernels_build_for_a_device_that_is_not_here() -> None:
     if INTERPRETED:
         pytest.skip("the interpreter has no compiler")
     check_builds(built_for.of_moments(20, 3, "none", torch.bfloat16), 0)
-    check_builds(built_for.of_roots(16), 0)
+    check_builds([*built_for.of_roots(16), *built_for.of_observing(16)], 0)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ CORE = [
     *("version", "settings", "whitening", "adjoints", "sync", "masking", "geometry", "sampling", "rows"),
     *("kernels.plain", "kernels", "statistics", "transform", "recorded", "decorrelated", "layers"),
 ]
-KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments", "triton_moments_adjoint"]  # never at import
+KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments"]
+KERNELS += ["triton_moments_adjoint", "triton_observe"]
 CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt", "convert", "fold"]
 PACKAGES = ("conversion", "kernels")
 ORDER = [

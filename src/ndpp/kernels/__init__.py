@@ -20,10 +20,13 @@ from ..whitening import Moments
 from . import plain
 from .plain import (
     Plan,
+    Running,
     View,
+    absolute,
     folded,
     folded_adjoint,
     known,
+    newest_weight,
     scale,
     scale_adjoint_,
     scaled_part,
@@ -32,13 +35,17 @@ from .plain import (
 
 __all__ = [
     "Plan",
+    "Running",
     "View",
+    "absolute",
     "explain",
     "folded",
     "folded_adjoint",
     "known",
     "moments",
     "moments_adjoint_",
+    "newest_weight",
+    "observe_",
     "root",
     "root_adjoint",
     "scale",
@@ -57,6 +64,7 @@ _STAGES = {
     "root_adjoint": "triton_root",
     "moments": "triton_moments",
     "moments_adjoint_": "triton_moments_adjoint",
+    "observe_": "triton_observe",
 }
 
 
@@ -100,6 +108,12 @@ def root_adjoint(stats: Moments, grad: Tensor, plan: Plan) -> Tensor:
     taken = _declines_root(stats, plan) is None
     result: Tensor = (_kernel("root_adjoint") if taken else plain.root_adjoint)(stats, grad, plan)
     return result
+
+
+def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
+    """As `plain.observe_`."""
+    taken = _declines_observing(state, batch) is None
+    (_kernel("observe_") if taken else plain.observe_)(state, batch, momentum, more_may_come)
 
 
 def _kernel(stage: str) -> Any:
@@ -161,6 +175,16 @@ def _declines_root(stats: Moments, plan: Plan) -> str | None:
         return f"more than {MOST_STEPS} steps"
     f = stats.cov.shape[-1]
     return f"blocks of {f} features, more than {WIDEST_ROOT}" if f > WIDEST_ROOT else None
+
+
+def _declines_observing(state: Running, batch: Moments) -> str | None:
+    buffers = (state.mean, state.cov, state.step_rows, state.step_mean, state.step_cov)
+    reason = _declines(*buffers, *batch)
+    if reason is not None:
+        return reason
+    if any(t.dtype != torch.float32 for t in (*buffers, *batch)):
+        return "statistics that are not float32"
+    return None if all(t.is_contiguous() for t in buffers) else "buffers that are not contiguous"
 
 
 def _declines_rows(tensors: tuple[Tensor | None, ...], x: Tensor, view: View, plan: Plan) -> str | None:
