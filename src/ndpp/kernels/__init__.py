@@ -149,10 +149,10 @@ def _declines(*tensors: Tensor | None) -> str | None:
     """What holds for every kernel."""
     if MODE == "plain":
         return "NDPP_KERNELS is plain"
-    if not _has_triton():
-        return "triton is not installed"
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return "traced"
+    if not _has_triton():
+        return "triton is not installed"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "under a function transform of torch.func"
     present = [t for t in tensors if t is not None]
