@@ -18,7 +18,8 @@ def require_green(device: str) -> None:
     """Run the quick tests of what is about to be timed on this kind of device; SystemExit unless some passed."""
     which = "gpu" if device.startswith("cuda") else "not gpu and not slow"
     folders = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", TESTS, "-m", which]
+    # No -q: with the one of pyproject.toml it would hide how many passed.
+    command = [sys.executable, "-m", "pytest", "-x", TESTS, "-m", which]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = (result.stdout + result.stderr).strip().splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
-from .kernels import Plan, known, root
+from .kernels import Plan, Running, absolute, known, newest_weight, observe_, root
 from .settings import Settings
 from .sync import join
 from .whitening import Moments, in_unit, merge, statistics_dtype
@@ -98,22 +97,16 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        new, usable = self._absolute(batch)
-        sure = known(usable)
-        if sure is None:
-            self._observe_by_flags(new, usable)
-        elif sure:
+        if known(self.step_rows == 0) is None:
+            step = self.step_rows, self.step_mean, self.step_cov
+            state = Running(self.running_mean, self.running_cov, self.num_batches_tracked, *step)
+            observe_(state, batch, self.settings.momentum, more_may_come)
+            return
+        new, usable = absolute(batch, self.step_rows)
+        if usable:
             self._observe_now(new)
         if not more_may_come:
             self.step_rows.zero_()
-
-    def _absolute(self, batch: Moments) -> tuple[Moments, Tensor]:
-        """These moments in unit 1, and whether they are worth anything. No covariance exceeds its two variances."""
-        dtype = self.running_mean.dtype  # of a layer, which may see data of another
-        mean, cov = (batch.mean * batch.unit).to(dtype), (batch.cov * batch.unit.square()).to(dtype)
-        variance = cov.diagonal(dim1=-2, dim2=-1)
-        usable = (torch.isfinite(variance) & torch.isfinite(mean)).all() & (batch.rows > 0)
-        return Moments(batch.rows.to(mean.dtype), mean, cov, torch.ones_like(self.step_rows)), usable
 
     def _step(self) -> Moments:
         return Moments(self.step_rows, self.step_mean, self.step_cov, torch.ones_like(self.step_rows))
@@ -123,7 +116,7 @@ class RunningMoments(nn.Module):
         fresh = bool(self.step_rows == 0)
         step = new if fresh else merge(self._step(), new)
         self.num_batches_tracked.add_(int(fresh))
-        weight = self._newest_weight()
+        weight = newest_weight(self.num_batches_tracked, self.settings.momentum, self.running_mean.dtype)
         for running, value, old in (
             (self.running_mean, step.mean, self.step_mean),
             (self.running_cov, step.cov, self.step_cov),
@@ -132,25 +125,10 @@ class RunningMoments(nn.Module):
             old.copy_(value)
         self.step_rows.copy_(step.rows)
 
-    def _observe_by_flags(self, new: Moments, usable: Tensor) -> None:
-        """The same where asking would wait for the device."""
-        mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, self.step_mean), (new.cov, self.step_cov)))
-        fresh = self.step_rows == 0
-        step = merge(self._step(), Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
-        self.num_batches_tracked.add_(fresh & usable)
-        weight = torch.where(usable, self._newest_weight(), 0.0)
-        for running, value, old in (
-            (self.running_mean, step.mean, self.step_mean),
-            (self.running_cov, step.cov, self.step_cov),
-        ):
-            running.add_(weight * (value - torch.where(fresh, running, old)))
-            old.copy_(value)
-        self.step_rows.copy_(step.rows)
-
     @torch.no_grad()
     def _gather(self, batch: Moments) -> None:
         """Take a batch into the statistics being collected: exact over all batches, by their rows."""
-        new, usable = self._absolute(batch)
+        new, usable = absolute(batch, self.step_rows)
         mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, self.step_mean), (new.cov, self.step_cov)))
         step = merge(self._step(), Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
         for old, value in ((self.step_rows, step.rows), (self.step_mean, step.mean), (self.step_cov, step.cov)):
@@ -181,14 +159,6 @@ class RunningMoments(nn.Module):
         self.step_rows.zero_()
         self._collecting = None
         return rows
-
-    def _newest_weight(self) -> Tensor:
-        """Weight of the newest step. An average without a start value: the first step counts fully."""
-        t = self.num_batches_tracked.clamp_min(1).to(self.running_mean.dtype)
-        momentum = self.settings.momentum
-        if momentum is None or momentum == 1.0:
-            return 1.0 / t if momentum is None else torch.ones_like(t)
-        return momentum / -torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
 
     def _begin_call(self, awaits_backward: bool) -> object | None:
         """Before a call: begin a step, unless outputs of this one still await their backward pass. Its token."""

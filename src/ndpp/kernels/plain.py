@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -273,3 +273,49 @@ def folded_adjoint(
         of_weight.append(part_weight.reshape(groups, -1, taps, outputs))
     whole = of_weight[0] if len(of_weight) == 1 else torch.cat(of_weight, 1)
     return of_d, of_mean, matrix_weight(whole, weight, plan.transposed).to(weight.dtype)
+
+
+# --- running statistics ---
+
+
+class Running(NamedTuple):
+    """The buffers of a layer, which `observe_` writes to."""
+
+    mean: Tensor  # (g, f)
+    cov: Tensor  # (g, f, f)
+    tracked: Tensor  # ()
+    step_rows: Tensor  # (); those of the present step, and their moments
+    step_mean: Tensor
+    step_cov: Tensor
+
+
+def absolute(batch: Moments, like: Tensor) -> tuple[Moments, Tensor]:
+    """These moments in unit 1, and whether they are worth anything. No covariance exceeds its two variances."""
+    mean, cov = (batch.mean * batch.unit).to(like.dtype), (batch.cov * batch.unit.square()).to(like.dtype)
+    variance = cov.diagonal(dim1=-2, dim2=-1)
+    usable = (torch.isfinite(variance) & torch.isfinite(mean)).all() & (batch.rows > 0)
+    return Moments(batch.rows.to(like.dtype), mean, cov, torch.ones_like(like)), usable
+
+
+def newest_weight(tracked: Tensor, momentum: float | None, dtype: torch.dtype) -> Tensor:
+    """Weight of the newest step. An average without a start value: the first step counts fully."""
+    t = tracked.clamp_min(1).to(dtype)
+    if momentum is None or momentum == 1.0:
+        return 1.0 / t if momentum is None else torch.ones_like(t)
+    return momentum / -torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
+
+
+def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
+    """Take a call's moments into the step, and the step into the running statistics, without asking the device."""
+    new, usable = absolute(batch, state.step_rows)
+    mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, state.step_mean), (new.cov, state.step_cov)))
+    fresh = state.step_rows == 0
+    one = torch.ones_like(state.step_rows)
+    before = Moments(state.step_rows, state.step_mean, state.step_cov, one)
+    step = whitening.merge(before, Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
+    state.tracked.add_(fresh & usable)
+    weight = torch.where(usable, newest_weight(state.tracked, momentum, state.mean.dtype), 0.0)
+    for running, value, old in ((state.mean, step.mean, state.step_mean), (state.cov, step.cov, state.step_cov)):
+        running.add_(weight * (value - torch.where(fresh, running, old)))
+        old.copy_(value)
+    state.step_rows.copy_(step.rows if more_may_come else torch.zeros_like(step.rows))

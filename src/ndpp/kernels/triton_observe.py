@@ -1,0 +1,95 @@
+"""A call's moments into the step and the running statistics: a launch for the means, and one for the covariances."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from ..whitening import Moments
+from . import triton_launch
+from .plain import Running
+
+SIZE = 1024  # entries of a program
+
+
+@triton.jit
+def _lerp(old, new, share):
+    """Exactly `new` for a share of 1."""
+    return tl.where(share < 0.5, old + share * (new - old), new - (new - old) * (1 - share))
+
+
+@triton.jit(do_not_specialize=["blocks", "f"])
+def _observe_means(
+    flags, delta, running_mean, tracked, step_rows, step_mean, rows, mean, cov, unit, blocks, f, momentum, decay,
+    CUMULATIVE: tl.constexpr, MORE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One program: is the batch worth anything, with what weights does it enter; all of the size of the means."""
+    u = tl.load(unit)
+    finite = tl.load(rows) > 0
+    for start in tl.range(0, blocks * f, SIZE):
+        at = start + tl.arange(0, SIZE)
+        block = (at // f).to(tl.int64)
+        m = tl.load(mean + at, at < blocks * f, 0.0) * u
+        v = tl.load(cov + block * f * f + (at % f) * (f + 1), at < blocks * f, 0.0) * u * u
+        fine = (tl.abs(m) < float("inf")) & (tl.abs(v) < float("inf"))  # nor is NaN
+        finite = finite & (tl.sum(fine.to(tl.int32), 0) == SIZE)
+    before = tl.load(step_rows)
+    count = tl.where(finite, tl.load(rows), 0.0)
+    total = before + count
+    share = tl.where(total > 0, count / tl.maximum(total, 1.0), 0.0)
+    number = tl.load(tracked) + ((before == 0) & finite).to(tl.int64)
+    t = tl.maximum(number, 1).to(tl.float64)
+    # In float64: the difference is small for a small momentum.
+    weight = 1.0 / t if CUMULATIVE else momentum / (1.0 - tl.exp(t * decay))
+    weight = tl.where(finite, weight.to(tl.float32), 0.0)
+    tl.debug_barrier()  # everything was read
+    tl.store(tracked, number)
+    tl.store(step_rows, total if MORE else total * 0)
+    tl.store(flags, share)
+    tl.store(flags + 1, weight)
+    tl.store(flags + 2, tl.where(before == 0, 1.0, 0.0))
+    tl.store(flags + 3, tl.where(finite, 1.0, 0.0))
+    for start in tl.range(0, blocks * f, SIZE):
+        at = start + tl.arange(0, SIZE)
+        old = tl.load(step_mean + at, at < blocks * f, 0.0)
+        new = tl.where(finite, tl.load(mean + at, at < blocks * f, 0.0) * u, old)
+        value, present = _lerp(old, new, share), tl.load(running_mean + at, at < blocks * f, 0.0)
+        tl.store(delta + at, new - old, at < blocks * f)
+        tl.store(running_mean + at, present + weight * (value - tl.where(before == 0, present, old)), at < blocks * f)
+        tl.store(step_mean + at, value, at < blocks * f)
+
+
+@triton.jit(do_not_specialize=["blocks", "f"])
+def _observe_covariances(flags, delta, running_cov, step_cov, cov, unit, blocks, f, SIZE: tl.constexpr):
+    u, share, weight = tl.load(unit), tl.load(flags), tl.load(flags + 1)
+    fresh, finite = tl.load(flags + 2) > 0, tl.load(flags + 3) > 0
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < blocks.to(tl.int64) * f * f
+    row, column = at // f, at // f // f * f + at % f  # of means
+    old = tl.load(step_cov + at, inside, 0.0)
+    new = tl.where(finite, tl.load(cov + at, inside, 0.0) * (u * u), old)
+    between = share * (1 - share) * tl.load(delta + row, inside, 0.0) * tl.load(delta + column, inside, 0.0)
+    value, present = _lerp(old, new, share) + between, tl.load(running_cov + at, inside, 0.0)
+    tl.store(running_cov + at, present + weight * (value - tl.where(fresh, present, old)), inside)
+    tl.store(step_cov + at, value, inside)
+
+
+def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
+    """As `plain.observe_`."""
+    blocks, f = state.mean.shape
+    flags, delta = state.mean.new_empty(4), state.mean.new_empty(blocks * f)
+    decay = -math.inf if momentum is None or momentum == 1.0 else math.log1p(-momentum)
+    cov = batch.cov.contiguous()
+    triton_launch.launch(
+        _observe_means, (1,), 8, cov, flags=flags, delta=delta, running_mean=state.mean, tracked=state.tracked,
+        step_rows=state.step_rows, step_mean=state.step_mean, rows=batch.rows, mean=batch.mean.contiguous(), cov=cov,
+        unit=batch.unit, blocks=blocks, f=f, momentum=1.0 if momentum is None else float(momentum), decay=decay,
+        CUMULATIVE=momentum is None, MORE=more_may_come, SIZE=SIZE,
+    )  # fmt: skip
+    triton_launch.launch(
+        _observe_covariances, (triton.cdiv(cov.numel(), SIZE),), 4, cov, flags=flags, delta=delta,
+        running_cov=state.cov, step_cov=state.step_cov, cov=cov, unit=batch.unit, blocks=blocks, f=f, SIZE=SIZE,
+    )  # fmt: skip
