@@ -8,18 +8,19 @@ scale (it does not say which statistic σ₁ is): forward alone, batch 16, on a 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import ndpp
+
+from .guard import require_green
+from .records import append
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,17 @@ def seconds(module: nn.Module, x: torch.Tensor, backward: bool) -> float:
     return time.perf_counter() - start
 
 
-def measure(layer: Layer, batch: int, repeats: int, backward: bool) -> tuple[float, float, dict[str, float]]:
+def measure(
+    layer: Layer, batch: int, repeats: int, backward: bool, names: list[str]
+) -> tuple[float, float, dict[str, float]]:
     """Plain layer: median milliseconds. In percent of it: interquartile range, and what each variant adds."""
     torch.manual_seed(0)
     x = torch.randn(batch, layer.inputs, *layer.size, requires_grad=backward)
     arguments = (layer.inputs, layer.outputs, layer.kernel, layer.stride, layer.kernel // 2)
     plain = nn.Conv2d(*arguments)
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in names}
     plain_times: list[float] = []
-    modules = {name: ndpp.Conv2d(*arguments, settings=settings) for name, settings in VARIANTS.items()}
+    modules = {name: ndpp.Conv2d(*arguments, settings=VARIANTS[name]) for name in names}
     for repeat in range(-1, repeats):
         for name, module in modules.items():
             pair = seconds(plain, x, backward), seconds(module, x, backward)
@@ -109,27 +112,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", default="0,1,2,3,4", help="which columns of the table, from 0")
     parser.add_argument("--out", type=Path, help="append one JSON line per layer to this file")
     parser.add_argument("--shrink", type=int, default=1, help="divide image sides by this, for a quick look")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument("--unchecked", action="store_true", help="do not run the matching tests first; recorded")
 
 
 def main(options: argparse.Namespace) -> None:
+    names = options.variants.split(",")
+    if set(names) - set(VARIANTS):
+        raise SystemExit(f"expected some of {', '.join(VARIANTS)}; got {options.variants!r}")
+    if not options.unchecked:
+        require_green("cpu")
     what = "forward and backward" if options.backward else "forward"
     versions = f"torch {torch.__version__}, ndpp {ndpp.__version__}"
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, {versions};")
     print(f"{what}, training mode, batch {options.batch}, median of {options.repeats};")
     print("in brackets the paper's percent: forward, batch 16\n")
-    print(f"{'layer':<28}{'plain ms':>10}{'IQR':>7}" + "".join(f"{name:>20}" for name in VARIANTS))
+    print(f"{'layer':<28}{'plain ms':>10}{'IQR':>7}" + "".join(f"{name:>20}" for name in names))
     for index in options.layers.split(","):
         layer = LAYERS[int(index)]
         if options.shrink > 1:
             sizes = {**layer.__dict__, "size": tuple(side // options.shrink for side in layer.size)}
             layer = Layer(**sizes)
-        plain, spread, added = measure(layer, options.batch, options.repeats, options.backward)
+        plain, spread, added = measure(layer, options.batch, options.repeats, options.backward, names)
         if options.out:
             record = {"layer": str(layer), "plain_ms": plain, "iqr_percent": spread, "added_percent": added}
             record |= {"batch": options.batch, "backward": options.backward, "threads": torch.get_num_threads()}
-            record |= {"torch": torch.__version__, "ndpp": ndpp.__version__, "machine": platform.machine()}
-            record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            with options.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append(options.out, {**record, "checked": not options.unchecked}, "cpu")
         cells = (f"{percent:>+10.1f}% ({layer.paper_percent(name in SCALED):5.1f}%)" for name, percent in added.items())
         print(f"{layer!s:<28}{plain:>10.1f}{spread:>6.0f}%" + "".join(cells), flush=True)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
 CORE = [
     *("version", "settings", "whitening", "adjoints", "sync", "masking", "geometry", "sampling", "rows"),
-    *("kernels.plain", "kernels", "statistics", "transform", "recorded", "decorrelated", "layers"),
+    *("kernels.plain", "kernels", "statistics", "stages", "transform", "recorded", "decorrelated", "layers"),
 ]
 KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments"]
 KERNELS += ["triton_moments_adjoint", "triton_observe"]

@@ -16,8 +16,9 @@ from .kernels import Plan
 from .recorded import Recorded, no_autocast, runs_in_float16
 from .sampling import draw
 from .settings import Settings
+from .stages import axes_of, plan_key
 from .statistics import RunningMoments
-from .transform import Again, Transform, axes_of, declines, plan_key, scaled_output
+from .transform import Again, Transform, declines, scaled_output
 from .whitening import Moments
 
 Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
