@@ -13,6 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ import ndpp
 
 from .guard import require_green
 from .records import append
+from .timing import markdown
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,18 @@ def main(options: argparse.Namespace) -> None:
             append(options.out, {**record, "checked": not options.unchecked}, "cpu")
         cells = (f"{percent:>+10.1f}% ({layer.paper_percent(name in SCALED):5.1f}%)" for name, percent in added.items())
         print(f"{layer!s:<28}{plain:>10.1f}{spread:>6.0f}%" + "".join(cells), flush=True)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """What is added in percent, beside the paper's numbers for the same layer (forward, batch 16)."""
+    paper = {str(layer): layer for layer in LAYERS}
+    names = list(records[0]["added_percent"])
+    head = ["layer", "batch", "plain ms", "IQR %"]
+    head += [part for name in names for part in (name, "paper" + " with scale" * (name in SCALED))]
+    rows = []
+    for r in records:
+        cells = [r["layer"], str(r["batch"]), f"{r['plain_ms']:.0f}", f"{r['iqr_percent']:.0f}"]
+        for name in names:
+            cells += [f"{r['added_percent'][name]:+.1f}%", f"+{paper[r['layer']].paper_percent(name in SCALED):.0f}%"]
+        rows.append(cells)
+    return markdown(head, rows)

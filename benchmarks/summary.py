@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import adoption, collectives, growth, inference, layer, runs, scaling, solver, step, sweep
+from . import adoption, collectives, cpu_table, growth, inference, layer, runs, scaling, solver, step, sweep
 
 # By a key of their records.
 TABLES = {
     "baseline": step.table,
     "added_ms": growth.table,
+    "added_percent": cpu_table.table,
     "shape": layer.table,
     "residual": solver.table,
     "fold_error": sweep.table,
