@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .whitening import EighRoot, magnitude, newton_coefficients
+from .whitening import EighRoot, frobenius, newton_coefficients
 
 
 def fold_adjoint(
@@ -54,7 +54,7 @@ def scale_adjoint(x: Tensor, mode: str, dim: tuple[int, ...], gain: Tensor, grad
     return (x - x.mean(dim, keepdim=True) if mode == "std" else x) * gain * share
 
 
-def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int) -> Tensor:
+def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int, in_unit: bool = False) -> Tensor:
     """The gradient that reaches A from that of `inverse_sqrt`, by hand: the adjoint of the truncated iteration.
 
     The result is a polynomial of A, whose derivative is self-adjoint: the iteration run on (M, dM) side by side, with
@@ -64,10 +64,7 @@ def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int) ->
     if solver == "eigh":
         _, root, eigenvalues, vectors = EighRoot.forward(a)
         return EighRoot.adjoint(root, eigenvalues, vectors, grad)
-    peak = magnitude(a, (-2, -1))
-    norm = (a / peak).square().sum((-2, -1), keepdim=True)
-    present = norm > 0
-    norm = torch.where(present, norm, 1.0).sqrt() * peak
+    norm, present = frobenius(a, in_unit)
     m, dm = a / norm, grad * norm.rsqrt()
     start, g = m, grad
     x, dx = None, None
@@ -90,4 +87,5 @@ def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int) ->
     assert dx is not None
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
     along = -(dx * start).sum((-2, -1), keepdim=True) - (g * x).sum((-2, -1), keepdim=True) * norm.rsqrt() / 2
-    return torch.where(present, dx / norm + start * (along / norm), 0.0)
+    back = dx / norm + start * (along / norm)
+    return back if present is None else torch.where(present, back, 0.0)

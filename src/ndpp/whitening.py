@@ -196,17 +196,28 @@ def _column(widths: Tensor | int) -> Tensor | int:
     return widths[:, None] if isinstance(widths, Tensor) else widths
 
 
-def inverse_sqrt(a: Tensor, *, solver: str, steps: int) -> Tensor:
-    """A^(-1/2) of symmetric positive semi-definite A (g, f, f). Zero for A = 0: no variance, nothing to amplify."""
+def inverse_sqrt(a: Tensor, *, solver: str, steps: int, in_unit: bool = False) -> Tensor:
+    """A^(-1/2) of symmetric positive semi-definite A (g, f, f). Zero for A = 0: no variance, nothing to amplify.
+
+    in_unit: A is what `regularise` returned for moments in their unit. Its squares are then within range, and not zero.
+    """
     if solver == "eigh":
         root: Tensor = EighRoot.apply(a)[0]
         return root
     coefficients = newton_coefficients(solver, steps)
+    norm, present = frobenius(a, in_unit)
+    root = _coupled_newton(a / norm, coefficients) * norm.rsqrt()
+    return root if present is None else torch.where(present, root, 0.0)
+
+
+def frobenius(a: Tensor, in_unit: bool) -> tuple[Tensor, Tensor | None]:
+    """‖A‖_F (g, 1, 1), without overflow, and where it is not zero (1 stands there for it); None: everywhere."""
+    if in_unit:
+        return a.square().sum((-2, -1), keepdim=True).sqrt(), None
     peak = magnitude(a, (-2, -1))
     norm = (a / peak).square().sum((-2, -1), keepdim=True)
     present = norm > 0
-    norm = torch.where(present, norm, 1.0).sqrt() * peak  # ‖A‖_F, without overflow
-    return _coupled_newton(a / norm, coefficients) * torch.where(present, norm.rsqrt(), 0.0)
+    return torch.where(present, norm, 1.0).sqrt() * peak, present
 
 
 def _coupled_newton(m: Tensor, coefficients: Sequence[tuple[float, float]]) -> Tensor:
@@ -297,7 +308,7 @@ def decorrelate(
 ) -> Tensor:
     """D of the data itself, in the unit of `stats`: D(X) = D(X / unit) / unit; the caller divides."""
     a = regularise(stats.cov, stats.unit, eps=eps, shrinkage=shrinkage, widths=widths)
-    return inverse_sqrt(a, solver=solver, steps=steps)
+    return inverse_sqrt(a, solver=solver, steps=steps, in_unit=True)
 
 
 def fold(d: Tensor, mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ Nothing here records a graph. Every stage has its adjoint beside it; `transform`
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -233,7 +234,7 @@ def root_adjoint(stats: Moments, grad: Tensor, plan: Plan) -> Tensor:
     """The gradient of Cov from that of D."""
     widths = plan.layout.feature_counts(stats.cov.device)
     a = whitening.regularise(stats.cov, stats.unit, eps=plan.eps, shrinkage=plan.shrinkage, widths=widths)
-    back = adjoints.inverse_sqrt_adjoint(a, grad, solver=plan.solver, steps=plan.steps)
+    back = adjoints.inverse_sqrt_adjoint(a, grad, solver=plan.solver, steps=plan.steps, in_unit=True)
     return adjoints.regularise_adjoint(back, shrinkage=plan.shrinkage, widths=widths)
 
 
@@ -241,14 +242,14 @@ def folded(d: Tensor, stats: Moments, weight: Tensor, bias: Tensor | None, plan:
     """D·W and b - μ·D·W, in the dtype of the weight."""
     groups, taps = plan.layout.groups, plan.layout.taps
     matrix = weight_matrix(weight.to(d.dtype), groups, plan.transposed)
-    parts, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
+    parts, shifts = [], []
     for d_part, mean, blocks in plan.layout.split(d, stats.mean, matrix):
         product, constant = whitening.fold(d_part, mean, blocks)
         parts.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
-        shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    product = matrix_weight(whole / stats.unit, weight, plan.transposed)
-    constant = -shift.flatten() if bias is None else bias.to(d.dtype) - shift.flatten()
+        shifts.append(constant.reshape(groups, -1, matrix.shape[-1]).sum(1).flatten())
+    shift = functools.reduce(torch.add, shifts)
+    product = matrix_weight(_whole(parts) / stats.unit, weight, plan.transposed)
+    constant = -shift if bias is None else bias.to(d.dtype) - shift
     return product.to(weight.dtype), constant.to(weight.dtype)
 
 
@@ -261,18 +262,20 @@ def folded_adjoint(
     of_matrix = weight_matrix(grad_weight.to(d.dtype), groups, plan.transposed) / stats.unit
     outputs = matrix.shape[-1]
     of_shift = -grad_bias.to(d.dtype).reshape(groups, 1, outputs)
-    of_d, of_mean, of_weight = torch.zeros_like(d), torch.zeros_like(stats.mean), []
+    of_stats, of_weight = [], []
     splits = plan.layout.split(d, stats.mean, matrix), plan.layout.split(d, stats.mean, of_matrix)
-    first = 0
     for (d_part, mean, blocks), (_, _, grads) in zip(*splits, strict=True):
         shift = of_shift.expand(groups, blocks.shape[0] // groups, outputs).reshape(-1, outputs)
         part_d, part_mean, part_weight = adjoints.fold_adjoint(d_part, mean, blocks, grads, shift)
-        own, f = slice(first, first + d_part.shape[0]), d_part.shape[-1]
-        first = own.stop
-        of_d[own, :f, :f], of_mean[own, :f] = part_d, part_mean
+        of_stats.append((part_mean, part_d))
         of_weight.append(part_weight.reshape(groups, -1, taps, outputs))
-    whole = of_weight[0] if len(of_weight) == 1 else torch.cat(of_weight, 1)
-    return of_d, of_mean, matrix_weight(whole, weight, plan.transposed).to(weight.dtype)
+    of_mean, of_d = plan.layout.pack(of_stats)
+    return of_d, of_mean, matrix_weight(_whole(of_weight), weight, plan.transposed).to(weight.dtype)
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    """The columns of all parts, (groups, channels, taps, outputs)."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 # --- running statistics ---
