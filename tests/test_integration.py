@@ -290,3 +290,49 @@ def test_parametrized_weights() -> None:
     layer = nn.utils.parametrizations.weight_norm(ndpp.Linear(4, 2, settings=EXACT))
     layer(torch.randn(9, 4)).sum().backward()
     assert layer.parametrizations.weight.original0.grad is not None
+
+
+# --- what compiled code is made of ---
+
+
+def test_compiled_code_holds_whole_stages() -> None:
+    """Operators of ndpp, forward and backward, in place of what is inside them."""
+    torch._dynamo.reset()
+    seen: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        for module in graph.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                seen.update(str(node.target) for node in module.graph.nodes)
+        return graph
+
+    layer = ndpp.Conv2d(3, 4, 3, padding=1, settings=Settings(rows=32))
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(2, 3, 8, 8, requires_grad=True)).sum().backward()
+    stages = {f"ndpp.{name}.default" for name in ("moments", "fold", "fold_adjoint", "moments_adjoint_")}
+    assert stages <= seen
+    assert not any("bmm" in name or "matmul" in name for name in seen)
+
+
+def test_sampled_rows_of_many_sizes_are_one_graph() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    layer = ndpp.Conv2d(3, 4, 3, padding=1, settings=Settings(rows=32))
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for batch, size in ((2, 8), (4, 8), (4, 10), (5, 12), (6, 14), (7, 9)):
+        compiled(torch.randn(batch, 3, size, size, requires_grad=True)).sum().backward()
+    assert counter.frame_count <= 3  # as given, then with any batch, then with any size
+
+
+@pytest.mark.parametrize("scale", ["none", "l1", "std", "standardize"])
+@pytest.mark.parametrize("name", ["Linear", "Conv2d", "ConvTranspose1d"])
+def test_compiled_gradients_are_those_of_eager_code(name: str, scale: str) -> None:
+    torch._dynamo.reset()
+    case = BY_LAYER[name]
+    results = []
+    for compiled in (False, True):
+        layer = case.build(Settings(rows=None, scale=scale), dtype=torch.float64)
+        x = case.input().requires_grad_()
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        run(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)

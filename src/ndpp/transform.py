@@ -173,10 +173,12 @@ def declines(x: Tensor, grid: Grid, valid: Tensor | None, taps: int) -> str | No
         return "positions are masked"
     if len(grid.phases) > 1 or math.prod([len(axis.taps) for axis in grid.phases[0]]) < taps:
         return "a transposed convolution with several phases"
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return "exported: only stock operators"
+    if torch.compiler.is_compiling():  # which has its own way with what follows
+        return None
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "under a function transform of torch.func"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
-        return "exported: only stock operators"
     return None
