@@ -135,11 +135,8 @@ def _fold_adjoint(
 # --- the same as operators ---
 
 
-@custom_op("ndpp::moments", mutates_args=())
-def moments_op(
-    x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str
-) -> list[Tensor]:
-    return _moments(x, gain, draws, axes, rows, key)
+moments_op = custom_op("ndpp::moments", mutates_args=())(_moments)
+moments_adjoint_op = custom_op("ndpp::moments_adjoint_", mutates_args=("grad",))(_moments_adjoint)
 
 
 @moments_op.register_fake
@@ -147,33 +144,8 @@ def _(x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: 
     return _empty_moments(x, plan_of(key))
 
 
-@custom_op("ndpp::moments_adjoint_", mutates_args=("grad",))
-def moments_adjoint_op(
-    grad: Tensor,
-    grad_stats: Sequence[Tensor],
-    batch: Sequence[Tensor],
-    x: Tensor,
-    gain: Tensor | None,
-    draws: Tensor,
-    axes: Sequence[int],
-    rows: int | None,
-    key: str,
-) -> Tensor:
-    return _moments_adjoint(grad, grad_stats, batch, x, gain, draws, axes, rows, key)
-
-
 @moments_adjoint_op.register_fake
-def _(
-    grad: Tensor,
-    grad_stats: Sequence[Tensor],
-    batch: Sequence[Tensor],
-    x: Tensor,
-    gain: Tensor | None,
-    draws: Tensor,
-    axes: Sequence[int],
-    rows: int | None,
-    key: str,
-) -> Tensor:
+def _(grad: Tensor, grad_stats: object, batch: object, x: Tensor, gain: Tensor | None, *_: object) -> Tensor:
     return grad.new_zeros(0) if gain is None else torch.empty_like(gain)
 
 
