@@ -21,6 +21,7 @@ def require_green(device: str) -> None:
     # No -q: with the one of pyproject.toml it would hide how many passed.
     command = [sys.executable, "-m", "pytest", "-x", TESTS, "-m", which]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    print(f"running {TESTS} first (--unchecked to skip)", file=sys.stderr, flush=True)
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = (result.stdout + result.stderr).strip().splitlines()
     # Tests that were all skipped (no device after all) are no proof either, though pytest calls that a success.

@@ -159,8 +159,7 @@ def _count_calls(model: nn.Module) -> Counter[nn.Module]:
     called: Counter[nn.Module] = Counter()
     for module in model.modules():
         if isinstance(module, Decorrelated):
-            # In attention, the query's call may be that of key and value, too.
-            module.register_forward_hook(lambda module, args, _: called.update([module, *(args[3:] and args[3])]))
+            module.register_forward_hook(lambda module, *_: called.update([module]))
     return called
 
 

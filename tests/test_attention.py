@@ -815,3 +815,21 @@ def test_export(folded: bool) -> None:
     program = torch.export.export(module, tuple(inputs), call)
     inputs, call = arguments(case, seed=4)
     assert_alike(program.module()(*inputs, **call), module(*inputs, **call), 1e-9)
+
+
+def test_parts_in_another_mode_or_watched_are_called_by_themselves() -> None:
+    m = ndpp.attention.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(4, 5, 8)
+    m(x, x, x)
+    assert [int(p.num_batches_tracked) for p in (m.q_proj, m.k_proj, m.v_proj)] == [1, 1, 1]
+    torch.testing.assert_close(m.k_proj.running_cov, m.q_proj.running_cov)
+    m.k_proj.eval()
+    before = m.k_proj.running_cov.clone()
+    m(x, x, x)
+    assert [int(p.num_batches_tracked) for p in (m.q_proj, m.k_proj, m.v_proj)] == [2, 1, 2]
+    assert torch.equal(m.k_proj.running_cov, before)
+    m.k_proj.train()
+    shapes = []
+    m.v_proj.register_forward_hook(lambda module, args, y: shapes.append(tuple(y.shape)))
+    m(x, x, x)
+    assert shapes == [(4, 5, 8)]

@@ -132,6 +132,13 @@ def test_subsampled_batches_do_not_alias() -> None:
     assert (sample.samples.diff() > 0).all()
 
 
+@given(st.integers(2, 600), st.data())
+def test_no_sample_is_chosen_twice(batch: int, data: st.DataObject) -> None:
+    samples = data.draw(st.integers(1, batch - 1))
+    sample = sampling.choose(batch, (geo.Axis(1, 1),), (samples, 1), sampling.draw(CPU))
+    assert len(set(sample.samples.tolist())) == samples
+
+
 @pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose2d"])
 def test_sampled_statistics_are_unbiased_estimates(name: str) -> None:
     """A constant image with zero padding: the column means count the border, sampled or not."""

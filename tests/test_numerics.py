@@ -45,7 +45,7 @@ def test_every_layer_gradchecks(case: Case) -> None:
         return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
     assert gradcheck(run, (x, *parameters.values()), fast_mode=True)
-    assert gradgradcheck(run, (x, *parameters.values()), fast_mode=True, atol=1e-4)
+    assert gradgradcheck(lambda *a: run(*a).square(), (x, *parameters.values()), fast_mode=True, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", BY_LAYER)
@@ -182,3 +182,30 @@ def test_double_precision_end_to_end() -> None:
     )  # fmt: skip
     assert relative(as_rows(layer, layer(case.input())), want) < 1e-12
     assert layer.running_cov.dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", ["l1", "rms", "std", "standardize"])
+def test_second_derivatives_of_a_loss_that_bends(scale: str) -> None:
+    """Against numbers: with a scale, two ways lead to each sample's gain."""
+    layer = ndpp.Linear(4, 3, settings=Settings(rows=None, scale=scale, eps=1e-2), dtype=torch.float64)
+    x = (torch.randn(7, 4, dtype=torch.float64) + 0.3).requires_grad_()
+
+    def penalty(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    assert gradcheck(penalty, (x,), fast_mode=True, atol=1e-4)
+
+
+def test_rows_without_spread_have_bounded_gradients() -> None:
+    """A scale that is the floor of the spread does not move with it: 1/σ² would be 1e15 here."""
+    layer = ndpp.Linear(1, 3, settings=Settings(rows=None, scale="std", eps=1e-2), dtype=torch.float64)
+    x = (torch.arange(4.0, dtype=torch.float64)[:, None] + 1).requires_grad_()
+    layer(x).square().sum().backward()
+    assert x.grad.abs().max() < 10
+
+
+def test_outputs_of_linear_layers_are_no_views() -> None:
+    for x in (torch.randn(5, 4), torch.randn(2, 3, 4)):
+        for scale in ("none", "l1"):
+            assert not ndpp.Linear(4, 2, settings=Settings(scale=scale))(x)._is_view()

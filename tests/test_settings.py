@@ -4,11 +4,14 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import ndpp
 from ndpp import Settings
 
 
@@ -79,3 +82,11 @@ def test_every_field_is_documented() -> None:
     text = inspect.getdoc(Settings) or ""
     for field in dataclasses.fields(Settings):
         assert f"{field.name}: " in text
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    settings = Settings(rows=np.int64(16), eps=np.float64(1e-3), shrinkage=Fraction(1, 10))
+    assert settings == Settings(rows=16, eps=1e-3, shrinkage=0.1)
+    layer = ndpp.Conv2d(np.int64(4), 3, (np.int64(3), 1), groups=np.int64(2) - 1, settings=settings)
+    layer(torch.randn(2, 4, 6, 6)).sum().backward()
+    assert layer.weight.grad is not None

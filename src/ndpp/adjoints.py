@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .whitening import EighRoot, frobenius, newton_coefficients
+from .whitening import EighRoot, frobenius, newton_coefficients, variance_floor
 
 
 def fold_adjoint(
@@ -51,7 +51,13 @@ def scale_adjoint(x: Tensor, mode: str, dim: tuple[int, ...], gain: Tensor, grad
     share = -(grad_gain * gain) * gain / math.prod([x.shape[i] for i in dim])
     if mode == "l1":
         return x.sign() * share
-    return (x - x.mean(dim, keepdim=True) if mode == "std" else x) * gain * share
+    scaled = x * gain
+    if mode == "std":
+        centred = scaled - scaled.mean(dim, keepdim=True)
+        floor = variance_floor(x.dtype) * scaled.square().mean(dim, keepdim=True)
+        spreads = centred.square().mean(dim, keepdim=True) > floor
+        scaled = torch.where(spreads, centred, variance_floor(x.dtype) * scaled)
+    return scaled * share
 
 
 def inverse_sqrt_adjoint(a: Tensor, grad: Tensor, *, solver: str, steps: int, in_unit: bool = False) -> Tensor:

@@ -38,7 +38,7 @@ class Projection(Decorrelated):
         """S·X·D·w + b of (batch, length, features) or (length, features)."""
         grid = pointwise_grid(x.shape[1:-1])
         y: Tensor = self._call(self._product, x.movedim(-1, 1), grid, _linear, weight, bias, others)
-        return y.movedim(1, -1)
+        return y
 
     def reset_parameters(self) -> None:
         """There are none here: only the statistics are reset."""
@@ -207,9 +207,10 @@ class MultiheadAttention(_SlowPath):
 
     def _are_one(self) -> bool:
         """In training: each takes the statistics of the batch, and those are the same for one input."""
-        q, *others = (getattr(self, name) for name in INPUTS)
-        alike = all(p.settings == q.settings and p._collecting is None for p in (q, *others))
-        return self.training and self._qkv_same_embed_dim and alike and not q.settings.freeze and q._collecting is None
+        parts = [getattr(self, name) for name in INPUTS]
+        first = parts[0].settings
+        alike = all(p._learns and p.settings == first and not _has_hooks(p) for p in parts)
+        return self._qkv_same_embed_dim and alike
 
     def _project_all(self, x: Tensor) -> tuple[Tensor, ...]:
         q, *others = (getattr(self, name) for name in INPUTS)
@@ -269,6 +270,12 @@ class ScaledMultiheadAttention(_SlowPath):
 def _counting(valid: Tensor | None) -> contextlib.AbstractContextManager[None]:
     """Only valid positions count in statistics, where it is known which are."""
     return contextlib.nullcontext() if valid is None else masking.mask(valid)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether someone wants to see its calls."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(map(bool, kinds))
 
 
 def _no_fast_path(module: nn.Module, args: object) -> None:

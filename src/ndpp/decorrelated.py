@@ -13,12 +13,12 @@ from torch import Tensor
 from . import kernels, masking, sync, whitening
 from .geometry import Grid, Layout, matrix_weight, weight_matrix
 from .kernels import Plan
-from .recorded import Recorded, no_autocast, runs_in_float16
+from .recorded import Recorded, runs_in_float16
 from .sampling import draw
 from .settings import Settings
 from .stages import axes_of, plan_key
 from .statistics import RunningMoments
-from .transform import Again, Transform, declines, scaled_output
+from .transform import Again, Transform, declines, no_autocast, scaled_output
 from .whitening import Moments
 
 Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
@@ -47,7 +47,8 @@ class Decorrelated(Recorded):
             raise TypeError(f"{self._label}: expected a real floating-point dtype; got {like.dtype}")
         self.settings = settings if settings is not None else Settings()
         block = self.settings.block if self.settings.block is not None else self._default_block
-        self.layout = Layout(groups, max(channels // groups, 1), math.prod(kernel), block, self.settings.shared)
+        sizes = int(groups), max(int(channels) // int(groups), 1), math.prod([int(size) for size in kernel])
+        self.layout = Layout(*sizes, block, self.settings.shared)
         self._planned()
         self._register_moments(like.device, like.dtype)
 
@@ -94,6 +95,8 @@ class Decorrelated(Recorded):
     ) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes).
 
+        The output of Linear has its features last.
+
         `others` are layers of the same settings that are applied to the same input by way of this one: a training call
         counts for them, too.
         """
@@ -101,20 +104,24 @@ class Decorrelated(Recorded):
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
         narrow = runs_in_float16(x)
-        batch, gain, awaits_backward, one_node = None, None, False, False
+        batch, gain, awaits_backward = None, None, False
         with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
-                one_node = declines(x, grid, valid, self.layout.taps) is None
-                through = self._transformed if one_node else self._recorded
+                through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
                 layers = (self, *others)
                 x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow, layers)
             else:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
-        y = operation(x, weight, bias) if gain is None else scaled_output(operation, x, weight, gain, bias, one_node)
+        if gain is None:
+            y = operation(x, weight, bias)
+        elif self._per_row_scale:  # features last
+            y = scaled_output(operation(x, weight, None), gain.movedim(1, -1), bias)
+        else:
+            y = scaled_output(operation(x, weight, None), gain, bias.reshape(-1, *(1,) * (x.dim() - 2)))
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
             for layer in layers:
                 layer._observe(batch, awaits_backward)
@@ -149,10 +156,8 @@ class Decorrelated(Recorded):
                 return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
 
             again = Again(once_more, tokens)
-        running, group = (
-            (self.running_mean, self.running_cov, self.num_batches_tracked),
-            sync.group_of(self.settings.sync),
-        )
+        group = sync.group_of(self.settings.sync)
+        running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []
         x, weight, bias, *batch = Transform.apply(
             x, weight, bias, draws, finite, *running, tuple(axes_of(grid)), key, plan, group, again, *ends

@@ -26,11 +26,11 @@ class Conv1D(Decorrelated):
     def forward(self, x: Tensor) -> Tensor:
         rows = x[None] if x.dim() == 1 else x
         y: Tensor = self._call(self._forward, rows.movedim(-1, 1), pointwise_grid(rows.shape[1:-1]), _product)
-        return y.movedim(1, -1)[0] if x.dim() == 1 else y.movedim(1, -1)
+        return y[0] if x.dim() == 1 else y
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.movedim(1, -1), weight.mT, bias).movedim(-1, 1)
+    return F.linear(x.movedim(1, -1), weight.mT, bias)
 
 
 class Conv2dSame(Conv2d):

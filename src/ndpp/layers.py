@@ -48,12 +48,13 @@ class Linear(Decorrelated, nn.Linear):
         if not is_tensor or input.shape[-1] != self.in_features or self.weight.numel() == 0:
             return self._call(super().forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
-        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear).movedim(1, -1)
+        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear)
         return y[0] if input.dim() == 1 else y
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
+    """The output has its features last, as torch.nn's: no view of it, which an operation in place could not change."""
+    return F.linear(x.movedim(1, -1), weight, bias)
 
 
 def _has_channels(layer: _ConvNd, input: object) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from .geometry import Grid, Phase
 from .rows import patches, row_weights
 from .sampling import Sample, choose, every, row_budget
 from .statistics import RunningMoments
-from .transform import budget
+from .transform import budget, no_autocast
 from .whitening import Moments
 
 ELEMENTS_AT_ONCE = 1 << 24  # of a data matrix, where every row is looked at
@@ -200,9 +199,3 @@ def runs_in_float16(x: Tensor) -> bool:
     kind = x.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     return x.dtype == torch.float16 or autocast
-
-
-def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()

@@ -77,7 +77,7 @@ def choose(batch: int, phase: Phase, budget: tuple[int, ...], draws: Tensor) -> 
     number = torch.arange(samples, device=device)
     chosen = None
     if samples < batch:
-        chosen = _spread(number, _offset(number, draws, 0), batch, samples)
+        chosen = _spread(number, _offset(number * moves(batch, samples), draws, 0), batch, samples)
     positions = []
     for place, (axis, pick) in enumerate(zip(phase, picks, strict=True), start=1):
         cells = torch.arange(pick, device=device)[None]
@@ -85,6 +85,11 @@ def choose(batch: int, phase: Phase, budget: tuple[int, ...], draws: Tensor) -> 
             cells = _spread(cells, _offset(number, draws, min(place, 3))[:, None], axis.count, pick)
         positions.append(cells)
     return Sample(chosen, tuple(positions), (samples, *picks))
+
+
+def moves(batch: int, samples: int) -> int:
+    """1 if samples have offsets of their own, 0 if all have one: where nearly all are chosen, none must be so twice."""
+    return int(batch >= 2 * samples)
 
 
 def _offset(number: Tensor, draws: Tensor, place: int) -> Tensor:

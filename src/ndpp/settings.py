@@ -89,6 +89,10 @@ class Settings:
         is_group = torch.distributed.is_available() and isinstance(self.sync, torch.distributed.ProcessGroup)
         expected = "True, False or a torch.distributed process group that this rank is a member of"
         self._require("sync", isinstance(self.sync, bool) or is_group, expected)
+        for field in dataclasses.fields(self):  # numbers of numpy and others as Python's own
+            value = getattr(self, field.name)
+            if _is_number(value):
+                object.__setattr__(self, field.name, int(value) if _is_int(value) else float(value))
         if self.stride is not None and self.rows is not None:
             raise ValueError(
                 f"Settings: stride={self.stride} and rows={self.rows} are two ways to sample; "

@@ -7,6 +7,7 @@ at. Compiled code sees a handful of operators in place of some hundred.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,15 +87,22 @@ class Transform(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        x, weight, bias, draws, gain, *saved = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            return Transform.adjoint(ctx, saved, grads)
+        with no_autocast(saved[0].device.type):  # as in the forward pass
+            return Transform.adjoint(ctx, saved, grads)
+
+    @staticmethod
+    def adjoint(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Gradients of all inputs from those of the outputs."""
+        x, weight, bias, draws, gain, *saved = saved
         axes, rows, key, plan, group, step_rows, again = ctx.told
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
         rest = (None,) * (10 + len(step_rows))
         grad_gain = None if gain is None else grads[7]
-        if gain is not None and grad_gain is None and grad_x is not None:
-            grad_gain = _of_gain(x, gain, grad_x)
         if again is not None and torch.is_grad_enabled():
             return (*again.gradients((x, weight, bias), (grad_x, grad_folded, grad_constant, grad_gain)), *rest)
         stage = stages()
@@ -116,50 +124,18 @@ class Transform(torch.autograd.Function):
         return (of_x, of_weight, None if bias is None else grad_constant.to(bias.dtype), *rest)
 
 
-def _of_gain(x: Tensor, gain: Tensor, grad_x: Tensor) -> Tensor:
-    """The gradient of the gain g in y = g·f(x), from that of x alone: ⟨dy, f(x)⟩ = ⟨dx, x⟩ / g, as f is linear."""
-    dims = [i for i, size in enumerate(gain.shape) if size == 1 and x.shape[i] > 1]
-    product = (x.to(gain.dtype) * grad_x.to(gain.dtype)).sum(dims, keepdim=True) if dims else x * grad_x
-    return torch.where(gain > 0, product / torch.where(gain > 0, gain, 1.0), 0.0)
+def scaled_output(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """y·gain + b of the fresh output of a stock operation: in place and in one pass, where nothing is recorded."""
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if recorded or y.dtype != gain.dtype or torch._C._functorch.peek_interpreter_stack() is not None:
+        return (y * gain + bias).to(y.dtype)
+    return torch.addcmul(bias, y, gain, out=y)
 
 
-class Epilogue(torch.autograd.Function):
-    """y·gain + b in one pass over y = f(x), in place: the operation before it does not need its output.
-
-    The gradient of the gain is left to `Transform`, which has it from that of x, without a copy of y. Where the
-    backward pass is itself differentiated, y is computed once more.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, gain: Tensor, bias: Tensor, again: Callable[[], Tensor]) -> Tensor:
-        ctx.save_for_backward(gain, bias)
-        ctx.again = again
-        shift = bias.reshape(-1, *(1,) * (y.dim() - 2))
-        if y._is_view():
-            return torch.addcmul(shift, y, gain).to(y.dtype)
-        ctx.mark_dirty(y)
-        return torch.addcmul(shift, y, gain, out=y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gain, bias = ctx.saved_tensors
-        (grad,) = grads
-        of_bias = grad.sum([i for i in range(grad.dim()) if i != 1], dtype=torch.promote_types(bias.dtype, grad.dtype))
-        of_gain = None
-        if torch.is_grad_enabled():
-            of_gain = (grad * ctx.again()).sum_to_size(gain.shape)
-        return (grad * gain).to(grad.dtype), of_gain, of_bias.to(bias.dtype), None
-
-
-def scaled_output(
-    operation: Callable[..., Tensor], x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, one_node: bool
-) -> Tensor:
-    """operation(x, weight)·gain + b; `one_node` where gain and x are of `Transform`."""
-    y = operation(x, weight, None)
-    if one_node and not torch.compiler.is_compiling():
-        scaled: Tensor = Epilogue.apply(y, gain, bias, lambda: operation(x, weight, None))
-        return scaled
-    return (y * gain + bias.reshape(-1, *(1,) * (y.dim() - 2))).to(y.dtype)
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def budget(plan: Plan, group: ProcessGroup | None) -> int | None:

@@ -70,13 +70,18 @@ def sample_scale(
     z = x / unit
     center, power = mean(z), mean(z.square())
     # A spread below the rounding of the data is none. The floor is relative, so that scale invariance stays exact.
-    floor = (8 * torch.finfo(z.dtype).eps) ** 2 * power
+    floor = variance_floor(z.dtype) * power
     variance = power if mode == "rms" else torch.maximum(mean((z - center).square()), floor)
     variance = variance if eps == 0 else variance + (math.sqrt(eps) / unit).square()
     deviation = torch.where(power > 0, variance, 1.0).sqrt()
     present = (power > 0) & (deviation * unit > torch.finfo(z.dtype).tiny)  # 1/σ is beyond the dtype otherwise
     gain = _reciprocal(deviation, where=present) / unit  # in this order: 1/σ² of the gradient stays in range, too
     return (center * unit if mode == "standardize" else torch.zeros_like(center)), gain
+
+
+def variance_floor(dtype: torch.dtype) -> float:
+    """The least variance of a sample that is not rounding, relative to its mean square."""
+    return float((8 * torch.finfo(dtype).eps) ** 2)
 
 
 def _reciprocal(size: Tensor, where: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ def row_places(row, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD: tl.co
     middle = ((row // p2) % p1).to(tl.int64)
     first = ((row // p2 // p1) % p0).to(tl.int64)
     number = (row // p2 // p1 // p0).to(tl.int64)
-    sample = _spread(number, number, tl.load(draws), batch, samples, SPREAD[1][0], SPREAD[0], SPREAD[2])
+    moved = tl.where(number * 0 + batch >= 2 * samples, number, 0)  # as `sampling.moves`
+    sample = _spread(number, moved, tl.load(draws), batch, samples, SPREAD[1][0], SPREAD[0], SPREAD[2])
     first = _spread(first, number, tl.load(draws + 1), c0, p0, SPREAD[1][1], SPREAD[0], SPREAD[2])
     middle = _spread(middle, number, tl.load(draws + 2), c1, p1, SPREAD[1][2], SPREAD[0], SPREAD[2])
     last = _spread(last, number, tl.load(draws + 3), c2, p2, SPREAD[1][3], SPREAD[0], SPREAD[2])
