@@ -634,6 +634,24 @@ def FSDP2(folder: Path) -> str | None:
     return compare_trained(sharded(EXACT), sizes("uneven", 8, dist.get_world_size()))
 
 
+@check(2)
+def FSDP2_with_activations_in_place(folder: Path) -> str | None:
+    """What a layer returns is no view, which they could not change."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        parts = [ndpp.Linear(8, 8, settings=EXACT), nn.ReLU(inplace), ndpp.Linear(8, 2, settings=EXACT)]
+        model = nn.Sequential(*parts).double()
+        for part in (parts[0], parts[2], model):
+            fully_shard(part)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+        model(x).pow(3).sum().backward()
+        found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    return differences(found[1], found[0], 1e-12)
+
+
 @check(4)
 def HSDP(folder: Path) -> str | None:
     from torch.distributed.device_mesh import init_device_mesh
