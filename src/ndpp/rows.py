@@ -18,11 +18,6 @@ class Places(NamedTuple):
     inside: Tensor | None  # of the same shape, where zeros are padded
     samples: Tensor | None
 
-    @property
-    def each(self) -> int:
-        """Entries of one sample."""
-        return self.at.shape[1] * self.at.shape[2]
-
 
 def locate(phase: Phase, sample: Sample, padding_mode: str, device: torch.device) -> Places:
     """The places of all entries of these rows."""
