@@ -22,7 +22,7 @@ import ndpp
 
 from . import data
 from .records import append, header
-from .resnet import ResNet18, he_
+from .resnet import ResNet, he_
 from .training import WEIGHT_DECAY, ImageSet
 
 HALF = 50
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
     first, second = (halves(splits, options.device, upper) for upper in (False, True))
     for seed in map(int, options.seeds.split(",")):
         torch.manual_seed(seed)
-        model = ResNet18(HALF, options.width, None)
+        model = ResNet(HALF, options.width, None)
         he_(model)
         model = model.to(options.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         train(model, *first, epochs=options.epochs, rate=0.2, warmup=1.0, seed=seed, options=options)

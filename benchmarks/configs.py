@@ -4,10 +4,12 @@ bn-lr0.1                                     BatchNorm (+he: torchvision's initi
 default, paper                               ndpp.Settings() and ndpp.Settings.paper()
 nd-SOLVER[STEPS]-shared|own-rROWS-REG        ndpp; +l1 with scale, +lr1 at lr 1.0 without momentum
 where REG is eps1e-5, eps1e-2 (ε as it is) or shrink0.1 (times the mean eigenvalue; ε stays 1e-5).
+default+block=16+rows=1024                   the default with some settings changed
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import fnmatch
 import itertools
@@ -67,8 +69,28 @@ def select(patterns: str) -> dict[str, Config]:
     """Configurations of a comma-separated list of names and fnmatch patterns, in the order given."""
     everything, chosen = table(), {}
     for pattern in filter(None, patterns.split(",")):
+        if "=" in pattern:
+            chosen[pattern] = changed(pattern)
+            continue
         names = fnmatch.filter(everything, pattern)
         if not names:
             raise SystemExit(f"no configuration matches {pattern!r}; see --list")
         chosen.update({name: everything[name] for name in names})
     return chosen
+
+
+def changed(name: str) -> Config:
+    """The configuration of a name like default+block=16+rows=None."""
+    start, *changes = name.split("+")
+    fields = {field.name for field in dataclasses.fields(ndpp.Settings)}
+    pairs = [change.partition("=")[::2] for change in changes]
+    if start != "default" or {field for field, _ in pairs} - fields:
+        raise SystemExit(f"expected default+FIELD=VALUE… with fields of ndpp.Settings; got {name!r}")
+    return Config(ndpp.Settings(**{field: _value(text) for field, text in pairs}))
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word, like l1

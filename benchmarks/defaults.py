@@ -46,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=2, help="blocks of each stage: 2 is ResNet-18, 1 is ResNet-10")
     parser.add_argument("--images", type=int, help="use only N images of either split, evenly spaced")
     parser.add_argument("--holdout", type=int, help="choose by N training images left out, not by the test split")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, all on the one device")
@@ -99,7 +100,7 @@ def _spawn(name: str, seed: int, options: argparse.Namespace, graph: bool) -> in
     for option in ("data", "cache", "out"):
         path = getattr(options, option)
         command += [f"--{option}", str(path.resolve())] if path is not None else []
-    for option in ("device", "dtype", "epochs", "batch", "width", "images", "holdout", "jobs"):
+    for option in ("device", "dtype", "epochs", "batch", "width", "depth", "images", "holdout", "jobs"):
         value = getattr(options, option)
         command += [f"--{option}", str(value)] if value is not None else []
     command += ["--tf32"] * options.tf32 + ["--graph"] * graph
@@ -117,7 +118,8 @@ def _work(name: str, config: configs.Config, seed: int, options: argparse.Namesp
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     graph = options.graph and options.device != "cpu"
-    plan = Plan(options.epochs, options.batch, options.width, options.device, options.dtype, graph)
+    sizes = options.epochs, options.batch, options.width, options.depth
+    plan = Plan(*sizes, options.device, options.dtype, graph)
     source = _digest()
     arrays = data.load(options.data, options.cache)
     if options.holdout:

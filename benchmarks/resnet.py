@@ -1,4 +1,4 @@
-"""ResNet-18 for 32×32 images (3×3 stem, no pooling before the end), with BatchNorm or on ndpp layers."""
+"""ResNet-18 and its like for 32×32 images (3×3 stem, no pooling before the end), with BatchNorm or on ndpp layers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ class Block(nn.Module):
         return F.relu(y + self.shortcut(x))
 
 
-class ResNet18(nn.Module):
-    """`settings` None is BatchNorm."""
+class ResNet(nn.Module):
+    """Four stages of `depth` blocks: 2 is ResNet-18. `settings` None is BatchNorm."""
 
-    def __init__(self, classes: int, width: int, settings: ndpp.Settings | None) -> None:
+    def __init__(self, classes: int, width: int, settings: ndpp.Settings | None, depth: int = 2) -> None:
         super().__init__()
         self.stem = layer(3, width, 3, 1, settings)
         blocks: list[nn.Module] = []
         inputs = width
         for stage, outputs in enumerate((width, 2 * width, 4 * width, 8 * width)):
-            blocks += [
-                Block(inputs, outputs, 1 if stage == 0 else 2, settings),
-                Block(outputs, outputs, 1, settings),
-            ]
+            blocks.append(Block(inputs, outputs, 1 if stage == 0 else 2, settings))
+            blocks += [Block(outputs, outputs, 1, settings) for _ in range(depth - 1)]
             inputs = outputs
         self.blocks = nn.Sequential(*blocks)
         self.head: nn.Module = (

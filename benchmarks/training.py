@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .configs import Config
 from .data import Bytes
-from .resnet import ResNet18, he_
+from .resnet import ResNet, he_
 
 WEIGHT_DECAY = 5e-4
 CROP = 4  # pixels of padding for the random crop
@@ -40,6 +40,7 @@ class Plan:
     epochs: int
     batch: int
     width: int
+    depth: int  # blocks of each stage
     device: str
     dtype: str  # bf16 or fp32
     graph: bool
@@ -144,7 +145,7 @@ class Run:
     def __init__(self, config: Config, seed: int, plan: Plan, train: ImageSet, test: ImageSet) -> None:
         self.config, self.seed, self.plan, self.train, self.test = config, seed, plan, train, test
         torch.manual_seed(seed)
-        model = ResNet18(100, plan.width, config.settings)
+        model = ResNet(int(train.labels.max()) + 1, plan.width, config.settings, plan.depth)
         if config.he:
             he_(model)
         self.model = model.to(plan.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
