@@ -54,7 +54,7 @@ def of_roots(width: int) -> list[Any]:
     stats, plan = Moments(one, cov[:, 0], cov, one), plan_of(width, 1, "none", width)
     triton_launch.recorded = []
     triton_root.root(stats, plan)
-    triton_root.root_adjoint(stats, cov, plan)
+    triton_root.root_adjoint(stats, cov, cov, plan)
     taken, triton_launch.recorded = triton_launch.recorded, None
     return taken
 

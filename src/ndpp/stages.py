@@ -126,7 +126,7 @@ def _fold_adjoint(
     seen = known(stats.rows > 0)
     if seen is False:
         return [of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)]
-    of_cov = kernels.root_adjoint(stats, of_d, plan)
+    of_cov = kernels.root_adjoint(stats, d, of_d, plan)
     if seen is None:
         of_mean, of_cov = (torch.where(stats.rows > 0, g, 0.0) for g in (of_mean, of_cov))
     return [of_weight, of_mean, of_cov]

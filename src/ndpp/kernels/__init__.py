@@ -103,10 +103,10 @@ def root(stats: Moments, plan: Plan) -> Tensor:
     return result
 
 
-def root_adjoint(stats: Moments, grad: Tensor, plan: Plan) -> Tensor:
+def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
     """As `plain.root_adjoint`."""
     taken = _declines_root(stats, plan) is None
-    result: Tensor = (_kernel("root_adjoint") if taken else plain.root_adjoint)(stats, grad, plan)
+    result: Tensor = (_kernel("root_adjoint") if taken else plain.root_adjoint)(stats, d, grad, plan)
     return result
 
 

@@ -125,7 +125,8 @@ def _part_moments(rows: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
     shift = rows.mean(1, keepdim=True)
     rows = rows.sub_(shift) if ours else rows - shift
     residual = rows.mean(1, keepdim=True)
-    cov = symmetric_product(rows.mT, rows) / rows.shape[1] - residual.mT * residual
+    outer = residual.mT * residual
+    cov = symmetric_product((rows.mT, rows), plus=outer, share=-1.0, times=1.0 / rows.shape[1])
     return (shift + residual).squeeze(1), cov
 
 
@@ -230,11 +231,11 @@ def root(stats: Moments, plan: Plan) -> Tensor:
     return identity.expand_as(stats.cov) if seen is False else torch.where(stats.rows > 0, d, identity)
 
 
-def root_adjoint(stats: Moments, grad: Tensor, plan: Plan) -> Tensor:
-    """The gradient of Cov from that of D."""
+def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
+    """The gradient of Cov from that of D, which `root` has made of these moments."""
     widths = plan.layout.feature_counts(stats.cov.device)
     a = whitening.regularise(stats.cov, stats.unit, eps=plan.eps, shrinkage=plan.shrinkage, widths=widths)
-    back = adjoints.inverse_sqrt_adjoint(a, grad, solver=plan.solver, steps=plan.steps, in_unit=True)
+    back = adjoints.inverse_sqrt_adjoint(a, d, grad, solver=plan.solver, steps=plan.steps, in_unit=True)
     return adjoints.regularise_adjoint(back, shrinkage=plan.shrinkage, widths=widths)
 
 

@@ -171,6 +171,8 @@ def _finish(
         right += tl.load(residuals + whole * tiles * COLUMNS + j * COLUMNS + at)
     left, right = left * share, right * share
     product = product * share - left[:, None] * right[None, :]
+    if i == j:  # no order of summation is promised to be that of the transpose
+        product = (product + tl.trans(product)) * 0.5
     channel_i, tap_i, feature_i = column_parts(i * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
     channel_j, tap_j, feature_j = column_parts(j * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
     taps: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]

@@ -95,7 +95,7 @@ def _symmetric(grad, block, f, F: tl.constexpr):
 
 @triton.jit
 def _root_adjoint(
-    out, scratch, grad, cov, unit, root_eps, shrinkage, f, first_last, last_width,
+    out, scratch, grad, root, cov, unit, root_eps, shrinkage, f, first_last, last_width,
     COEFFICIENTS: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
     F: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -124,13 +124,15 @@ def _root_adjoint(
         _update(dm_new, dp, alpha, beta, dm, p, m, dp, F, T, PRECISION)
         alpha, beta = COEFFICIENTS[step][0], COEFFICIENTS[step][1]
         _update(dx_new, dx, alpha, beta, dx, m_new, x, dm_new, F, T, PRECISION)
-        _update(x_new, x, alpha, beta, x, m_new, None, None, F, T, PRECISION)
+        if step + 1 < STEPS:
+            _update(x_new, x, alpha, beta, x, m_new, None, None, F, T, PRECISION)
         m, m_new, x, x_new = m_new, m, x_new, x
         dm, dm_new, dx, dx_new = dm_new, dm, dx_new, dx
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well. A and the gradient are read again: held since the
     # start they would have cost their registers.
     start = _regularised(cov, block, tl.load(unit), root_eps, shrinkage, f, width, SMALLEST, F) / norm
-    along = tl.sum(tl.sum(_symmetric(grad, block, f, F) * tl.load(x + at), 1), 0) * scale / 2
+    d = tl.load(root + block * f * f + i * f + j, (i < f) & (j < f), 0.0)
+    along = tl.sum(tl.sum(_symmetric(grad, block, f, F) * d, 1), 0) / 2
     of_m = tl.load(dx + at)
     along = -tl.sum(tl.sum(of_m * start, 1), 0) - along
     back = tl.where(present, of_m / norm + start * (along / norm), 0.0)
@@ -145,10 +147,10 @@ def root(stats: Moments, plan: Plan) -> Tensor:
     return out
 
 
-def root_adjoint(stats: Moments, grad: Tensor, plan: Plan) -> Tensor:
+def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
     """As `plain.root_adjoint`."""
     out = torch.empty_like(stats.cov, memory_format=torch.contiguous_format)
-    _start(_root_adjoint, 10, out, stats, plan, grad=grad.contiguous())
+    _start(_root_adjoint, 10, out, stats, plan, grad=grad.contiguous(), root=d.contiguous())
     return out
 
 
