@@ -130,9 +130,9 @@ def _root_adjoint(
         dm, dm_new, dx, dx_new = dm_new, dm, dx_new, dx
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well. A and the gradient are read again: held since the
     # start they would have cost their registers.
-    start = _regularised(cov, block, tl.load(unit), root_eps, shrinkage, f, width, SMALLEST, F) / norm
     d = tl.load(root + block * f * f + i * f + j, (i < f) & (j < f), 0.0)
     along = tl.sum(tl.sum(_symmetric(grad, block, f, F) * d, 1), 0) / 2
+    start = _regularised(cov, block, tl.load(unit), root_eps, shrinkage, f, width, SMALLEST, F) / norm
     of_m = tl.load(dx + at)
     along = -tl.sum(tl.sum(of_m * start, 1), 0) - along
     back = tl.where(present, of_m / norm + start * (along / norm), 0.0)
