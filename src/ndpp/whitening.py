@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-STRIPS = 4  # in which a symmetric product is computed: 10 of its 16 parts
+STRIPS = 4  # in which a symmetric product is computed on a CPU, 10 of its 16 parts,
+HALVED = 256  # if it has so many columns
 SMALLEST_UNIT = 2.0**-100  # squares of anything in this unit stay normal numbers in float32
 
 
@@ -119,7 +120,7 @@ def symmetric_product(
     """share·plus + times·Σ a @ b (g, f, f), which is symmetric: on a CPU half of a large one is copied, not computed."""
     a, b = pairs[0]
     f = a.shape[1]
-    if f < 256 or a.device.type != "cpu" or _recorded(a, b, plus):
+    if f < HALVED or a.device.type != "cpu" or _recorded(a, b, plus):
         return _products(pairs, plus, share, times)
     product = a.new_empty(a.shape[0], f, f)
     for start in range(0, f, -(-f // STRIPS)):
