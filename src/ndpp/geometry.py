@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .keeping import kept
+
 # --- positions and taps ---
 
 
@@ -66,7 +68,14 @@ class Grid:
         return math.prod([axis.count for axis in phase])
 
 
-def progression(values: Sequence[int], device: torch.device) -> Tensor:
+@kept
+def whole_numbers(count: int, device: torch.device) -> Tensor:
+    """0, 1, 2 … below count."""
+    return torch.arange(count, device=device)
+
+
+@kept
+def progression(values: tuple[int, ...], device: torch.device) -> Tensor:
     """A tensor of evenly spaced integers made on the device: copies from the host would stall it, and break capture."""
     step = values[1] - values[0] if len(values) > 1 else 1
     return torch.arange(len(values), device=device) * step + (values[0] if values else 0)

@@ -7,34 +7,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .geometry import Axis, Phase, progression
+from .geometry import Axis, Phase, progression, whole_numbers
 from .sampling import Sample
 
 
 class Places(NamedTuple):
-    """Where the entries of rows lie: flat positions (1 or samples, taps, rows of a sample), and which are inside."""
+    """Where the entries of rows lie: flat positions (1 or samples, rows of a sample, taps), and which are padding."""
 
     at: Tensor
-    inside: Tensor | None  # of the same shape, where zeros are padded
+    outside: Tensor | None  # of the same shape, where zeros are padded
     samples: Tensor | None
 
 
 def locate(phase: Phase, sample: Sample, padding_mode: str, device: torch.device) -> Places:
     """The places of all entries of these rows."""
-    index = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
-    inside: Tensor | None = None
+    index = outside = None
+    pads = padding_mode == "zeros" and any(axis.overhangs for axis in phase)
     for axis, position in zip(phase, sample.positions, strict=True):
-        at = position[:, None, :] * axis.step + progression(axis.offsets, device)[:, None]
-        if axis.overhangs and padding_mode == "zeros":
-            reached = (at >= 0) & (at < axis.size)
-            before = inside if inside is not None else torch.ones_like(index, dtype=torch.bool)
-            inside = _outer(before) & _inner(reached)
-            inside = inside.reshape(inside.shape[0], inside.shape[1] * inside.shape[2], -1)
-        elif inside is not None:
-            inside = inside.repeat_interleave(at.shape[1], 1).repeat_interleave(at.shape[2], 2)
-        index = _outer(index) * axis.size + _inner(_PADDING[padding_mode](at, axis.size))
-        index = index.reshape(index.shape[0], index.shape[1] * index.shape[2], -1)
-    return Places(index, inside, sample.samples)
+        asked = _along(axis, position, device)
+        read = _PADDING[padding_mode](asked, axis.size) if axis.overhangs else asked
+        index = read if index is None else _flat(torch.add(_inner(read), _outer(index), alpha=axis.size))
+        if pads:
+            beyond = asked != read
+            outside = beyond if outside is None else _flat(_inner(beyond) | _outer(outside))
+    if index is None:
+        index = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
+    return Places(index, outside, sample.samples)
+
+
+def _along(axis: Axis, position: Tensor, device: torch.device) -> Tensor:
+    """What the taps of these positions read (1 or samples, positions, taps); beyond the ends, too."""
+    if axis.offsets == (0,):
+        return position[:, :, None] if axis.step == 1 else position[:, :, None] * axis.step
+    return torch.add(progression(axis.offsets, device), position[:, :, None], alpha=axis.step)
 
 
 def _outer(t: Tensor) -> Tensor:
@@ -43,6 +48,11 @@ def _outer(t: Tensor) -> Tensor:
 
 def _inner(t: Tensor) -> Tensor:
     return t[:, None, :, None, :]
+
+
+def _flat(t: Tensor) -> Tensor:
+    """(samples, positions, taps) of two axes each."""
+    return t.flatten(3).flatten(1, 2)
 
 
 _PADDING = {
@@ -69,41 +79,41 @@ def patches(x: Tensor, phase: Phase, sample: Sample, padding_mode: str = "zeros"
 def gather(x: Tensor, places: Places) -> Tensor:
     """Rows (n, channels, taps) of input (batch, channels, *sizes) at these places. Differentiable.
 
-    In memory they lie as the input has them: pixel by pixel where its channels lie together, else channel by channel.
+    In memory they lie as the input has them: row by row where its channels lie together, else channel by channel.
     """
     batch, channels = x.shape[:2]
-    taps, each = places.at.shape[1:]
+    each, taps = places.at.shape[1:]
     flat = x.reshape(batch, channels, -1)
     samples = batch if places.samples is None else len(places.samples)
     if flat.stride(1) == 1 or torch.are_deterministic_algorithms_enabled():
         pixels = flat.mT.reshape(-1, channels).index_select(0, _pixels(places, batch, flat.shape[2]))
-        values = pixels.reshape(samples, taps, each, channels)
-        if places.inside is not None:
-            values = values.masked_fill_(~places.inside[..., None], 0.0)
-        return values.transpose(1, 2).reshape(samples * each, taps, channels).transpose(1, 2)
+        values = pixels.reshape(samples, each, taps, channels)
+        if places.outside is not None:
+            values = values.masked_fill_(places.outside[..., None], 0.0)
+        return values.reshape(-1, taps, channels).transpose(1, 2)
     flat = flat if places.samples is None else flat.index_select(0, places.samples)
-    values = flat.gather(2, places.at.flatten(1)[:, None].expand(samples, channels, -1))
-    values = values.reshape(samples, channels, taps, each)
-    if places.inside is not None:
-        values = values.masked_fill_(~places.inside[:, None], 0.0)
-    return values.permute(1, 2, 0, 3).reshape(channels, taps, -1).permute(2, 0, 1)
+    by_channel = flat.transpose(0, 1)[:, None].expand(channels, taps, samples, -1)
+    values = by_channel.gather(3, places.at.permute(2, 0, 1).expand(channels, taps, samples, each))
+    if places.outside is not None:
+        values = values.masked_fill_(places.outside.permute(2, 0, 1), 0.0)
+    return values.reshape(channels, taps, -1).permute(2, 0, 1)
 
 
 def add_(grad: Tensor, rows: Tensor, places: Places) -> None:
     """The adjoint of `gather`, added in place to the gradient of its input: only the places of the rows are touched."""
     batch, channels = grad.shape[:2]
-    taps, each = places.at.shape[1:]
+    each, taps = places.at.shape[1:]
     samples = batch if places.samples is None else len(places.samples)
     values = rows.to(grad.dtype).reshape(samples, each, channels, taps)
-    if places.inside is not None:
-        values = values.masked_fill(~places.inside.transpose(1, 2)[:, :, None], 0.0)
+    if places.outside is not None:
+        values = values.masked_fill(places.outside[:, :, None], 0.0)
     flat = grad.flatten(2) if grad.dim() > 2 else grad[:, :, None]
     in_place = flat.data_ptr() == grad.data_ptr()  # else the positions are no one axis of this gradient
     if in_place and flat.stride(1) != 1 and places.samples is None and not torch.are_deterministic_algorithms_enabled():
-        values = values.permute(0, 2, 3, 1).reshape(samples, channels, -1)
+        values = values.permute(0, 2, 1, 3).reshape(samples, channels, -1)
         flat.scatter_add_(2, places.at.flatten(1)[:, None].expand(samples, channels, -1), values)
         return
-    pixels, at = values.permute(0, 3, 1, 2).reshape(-1, channels), _pixels(places, batch, flat.shape[2])
+    pixels, at = values.transpose(2, 3).reshape(-1, channels), _pixels(places, batch, flat.shape[2])
     if in_place and flat.stride(1) == 1 and flat.stride(0) == flat.shape[2] * flat.stride(2):
         flat.mT.view(-1, channels).index_add_(0, at, pixels)
     else:
@@ -115,8 +125,8 @@ def _pixels(places: Places, batch: int, size: int) -> Tensor:
     """Places among the pixels of all samples, one axis."""
     if batch == 1:
         return places.at.flatten()
-    number = torch.arange(batch, device=places.at.device) if places.samples is None else places.samples
-    return (places.at + number[:, None, None] * size).flatten()
+    number = whole_numbers(batch, places.at.device) if places.samples is None else places.samples
+    return torch.add(places.at, number[:, None, None], alpha=size).flatten()
 
 
 def row_weights(valid: Tensor, phase: Phase, sample: Sample) -> Tensor:

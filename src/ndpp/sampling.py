@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .geometry import Phase
+from .geometry import Phase, whole_numbers
+from .keeping import kept
 
 BITS = 24  # of an offset within a cell of the grid
 # From one sample to the next, the offset of an axis moves on by these parts of a cell, whose multiples fill it evenly
@@ -73,18 +74,21 @@ def choose(batch: int, phase: Phase, budget: tuple[int, ...], draws: Tensor) -> 
     the width of the input, nor the samples with a period of the batch: one from each stratum.
     """
     samples, *picks = budget
-    device = draws.device
-    number = torch.arange(samples, device=device)
-    chosen = None
-    if samples < batch:
-        chosen = _spread(number, _offset(number * moves(batch, samples), draws, 0), batch, samples)
-    positions = []
-    for place, (axis, pick) in enumerate(zip(phase, picks, strict=True), start=1):
-        cells = torch.arange(pick, device=device)[None]
-        if pick < axis.count:
-            cells = _spread(cells, _offset(number, draws, min(place, 3))[:, None], axis.count, pick)
-        positions.append(cells)
-    return Sample(chosen, tuple(positions), (samples, *picks))
+    counts = tuple(axis.count for axis in phase)
+    if samples == batch and tuple(picks) == counts:
+        return Sample(None, tuple(whole_numbers(n, draws.device)[None] for n in counts), budget)
+    cells = _cells(batch, counts, budget, draws.device)
+    offsets = (cells.start + draws.index_select(0, cells.draw)) & ((1 << BITS) - 1)
+    places = torch.div(torch.addcmul(cells.base, offsets, cells.count), cells.divisor, rounding_mode="floor")
+    of_sample, *of_axes = places.split([1, *picks], 1)
+    return Sample(
+        of_sample[:, 0] if samples < batch else None,
+        tuple(
+            own if pick < count else whole_numbers(count, draws.device)[None]
+            for own, pick, count in zip(of_axes, picks, counts, strict=True)
+        ),
+        budget,
+    )
 
 
 def moves(batch: int, samples: int) -> int:
@@ -92,13 +96,32 @@ def moves(batch: int, samples: int) -> int:
     return int(batch >= 2 * samples)
 
 
-def _offset(number: Tensor, draws: Tensor, place: int) -> Tensor:
-    offset: Tensor = (number * STRIDES[place] + draws[place]) & ((1 << BITS) - 1)
-    return offset
+class _Cells(NamedTuple):
+    """All cells of a call, a line for each sample: its own cell, then those of every axis.
+
+    An offset o within cell c of p is position (c·2^BITS + o)·count // (p·2^BITS); c itself, where p is all there are.
+    """
+
+    start: Tensor  # (samples, cells); how far a sample's offsets are from those of the first
+    base: Tensor  # (samples, cells); c·2^BITS·count
+    count: Tensor  # (cells,), and so on
+    divisor: Tensor
+    draw: Tensor
 
 
-def _spread(cell: Tensor, offset: Tensor, count: int, picks: int) -> Tensor:
-    return ((cell << BITS) + offset) * count // (picks << BITS)
+@kept
+def _cells(batch: int, counts: tuple[int, ...], budget: tuple[int, ...], device: torch.device) -> _Cells:
+    number = torch.arange(budget[0], device=device)[:, None]
+    starts, bases, counted, divisors, draws = [], [], [], [], []
+    for place, (count, picks) in enumerate(zip((batch, *counts), budget, strict=True)):
+        cell = number if place == 0 else torch.arange(picks, device=device).expand(budget[0], -1)
+        stride = STRIDES[min(place, 3)] * (moves(batch, picks) if place == 0 else 1)
+        starts.append((number * stride).expand(cell.shape))
+        bases.append((cell << BITS) * count)
+        counted.append(torch.full_like(cell[0], count))
+        divisors.append(torch.full_like(cell[0], picks << BITS))
+        draws.append(torch.full_like(cell[0], min(place, 3)))
+    return _Cells(torch.cat(starts, 1), torch.cat(bases, 1), *(torch.cat(t) for t in (counted, divisors, draws)))
 
 
 def every(batch: int, phase: Phase, most: int, device: torch.device) -> list[Sample]:

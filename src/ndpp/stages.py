@@ -18,7 +18,8 @@ from torch.library import custom_op
 
 from . import kernels
 from .geometry import Axis, Grid, Layout
-from .kernels import Plan, View, known
+from .keeping import known
+from .kernels import Plan, View
 from .sampling import row_budget
 from .whitening import Moments, statistics_dtype
 

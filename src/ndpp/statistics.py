@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
-from .kernels import Plan, Running, absolute, known, newest_weight, observe_, root
+from .keeping import is_traced, known
+from .kernels import Plan, Running, absolute, newest_weight, observe_, root
 from .settings import Settings
 from .sync import join
 from .whitening import Moments, in_unit, merge, statistics_dtype
@@ -193,7 +194,7 @@ class RunningMoments(nn.Module):
     def _evaluation_root(self) -> tuple[Tensor, Tensor, Tensor]:
         """D, μ and their unit from the running moments, computed once for as long as the buffers are what they are."""
         buffers = (self.running_mean, self.running_cov, self.num_batches_tracked)
-        if _must_not_keep() or any(buffer.is_inference() for buffer in buffers):  # those keep no version
+        if is_traced() or any(buffer.is_inference() for buffer in buffers):  # those keep no version
             return self._solve_running()
         objects, versions = (self.settings, *buffers), [buffer._version for buffer in buffers]
         kept = self._cache
@@ -298,16 +299,6 @@ class RunningMoments(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._forget()
-
-
-def _must_not_keep() -> bool:
-    """While code is traced or transformed: tensors made there must not outlive it."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 _PLAIN_STATE = (

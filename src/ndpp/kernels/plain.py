@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import adjoints, whitening
 from ..geometry import Layout, Phase, matrix_weight, weight_matrix
+from ..keeping import known
 from ..rows import Places, add_, gather, is_whole, locate, patches
 from ..sampling import Sample, choose, lattice
 from ..whitening import Moments, symmetric_product
@@ -54,13 +55,6 @@ class View:
 
     phase: Phase
     budget: tuple[int, ...]
-
-
-def known(flag: Tensor) -> bool | None:
-    """The flag as a bool where reading it waits for nothing: on the CPU, outside of tracing."""
-    if flag.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    return bool(flag)
 
 
 # --- S ---

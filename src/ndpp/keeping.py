@@ -1,0 +1,50 @@
+"""What may be known and kept while code runs: not everywhere is a tensor a value that is there and stays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Made = TypeVar("Made")
+MOST_KEPT = 256  # tables of each kind
+
+
+def is_traced() -> bool:
+    """While code is traced or transformed: tensors made there must not outlive it, nor be read."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def known(flag: Tensor) -> bool | None:
+    """The flag as a bool where reading it waits for nothing: on the CPU, outside of tracing."""
+    if flag.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    return bool(flag)
+
+
+def kept(make: Callable[..., Made]) -> Callable[..., Made]:
+    """A function of numbers and, last, a device, whose tensors are made once for the same arguments.
+
+    Not where they are traced, nor while a CUDA graph is captured: what is recorded there holds no values yet.
+    """
+    cached = functools.lru_cache(MOST_KEPT)(make)
+
+    @functools.wraps(make)
+    def call(*arguments: Any) -> Made:
+        on_gpu = arguments[-1].type == "cuda"
+        if is_traced() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return make(*arguments)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return cached(*arguments)
+        return cached(*arguments)
+
+    return call
