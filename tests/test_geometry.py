@@ -175,21 +175,20 @@ def test_blocks_cover_all_channels_in_order(channels: int, block: int, groups: i
     assert len(sizes) <= 2
     width, number = max(f for _, f in layout.widths), sum(g for g, _ in layout.widths)
     d = torch.eye(width).expand(number, -1, -1)
-    matrix = torch.randn(groups, channels, taps, 2)
-    split = layout.split(d, d[:, 0], matrix)
-    back = torch.cat([(dp @ m).reshape(groups, -1, taps, 2) for dp, _, m in split], 1)
-    torch.testing.assert_close(back, matrix)
+    weight = torch.randn(groups, 2, channels, taps)
+    split = layout.split(d, d[:, 0], weight)
+    assert [w.shape[2] for _, _, w in split] == [f for _, f in layout.widths]
+    torch.testing.assert_close(layout.join([w @ dp for dp, _, w in split]), weight)
 
 
-def test_weight_matrices_invert() -> None:
+def test_grouped_weights_invert() -> None:
     for shape, groups, transposed in (((6, 2, 3, 3), 2, False), ((4, 3, 2), 2, True), ((5, 7), 1, False)):
         weight = torch.randn(shape)
-        matrix = geo.weight_matrix(weight, groups, transposed)
-        back = geo.matrix_weight(matrix, weight, transposed)
+        back = geo.ungrouped(geo.grouped(weight, groups, transposed), weight, transposed)
         torch.testing.assert_close(back, weight)
         assert back.is_contiguous()
     last = torch.randn(6, 2, 3, 3).to(memory_format=torch.channels_last)
-    back = geo.matrix_weight(geo.weight_matrix(last, 2, False), last, False)
+    back = geo.ungrouped(geo.grouped(last, 2, False), last, False)
     assert torch.equal(back, last)
     assert back.stride() == last.stride()
 

@@ -273,7 +273,7 @@ def test_regularise_and_decorrelate_gradients() -> None:
 def test_fold_gradient() -> None:
     for d in (rand(1, 3, 3), rand(4, 3, 3)):
         mean = rand(d.shape[0], 3)
-        assert gradcheck(w.fold, (d, mean, rand(4, 3, 2)))
+        assert gradcheck(w.fold, (d, mean, rand(4, 2, 3)))
 
 
 def test_padding_of_a_smaller_block_does_not_touch_it() -> None:

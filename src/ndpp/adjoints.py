@@ -25,13 +25,13 @@ from .whitening import (
 def fold_adjoint(
     d: Tensor, mean: Tensor, weight: Tensor, grad_folded: Tensor, grad_shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of D, μ and W from those of D·W (blocks, f, o) and μ·D·W (blocks, o). D is symmetric."""
-    grad_product = grad_folded + mean[:, :, None] * grad_shift[:, None, :]
-    grad_d = grad_product @ weight.mT
-    grad_mean = (d @ (weight @ grad_shift[:, :, None])).squeeze(2)
+    """Gradients of D, μ and W from those of D·W (blocks, o, f) and μ·D·W (blocks, o). D is symmetric."""
+    grad_product = torch.addcmul(grad_folded, grad_shift[:, :, None], mean[:, None, :])
+    grad_d = weight.mT @ grad_product
+    grad_mean = (grad_shift[:, None, :] @ weight @ d).squeeze(1)
     if d.shape[0] == 1 and grad_d.shape[0] > 1:  # one D and one μ for all blocks
         grad_d, grad_mean = grad_d.sum(0, keepdim=True), grad_mean.sum(0, keepdim=True)
-    return grad_d, grad_mean, d @ grad_product
+    return grad_d, grad_mean, grad_product @ d
 
 
 def regularise_adjoint(grad: Tensor, *, shrinkage: float, widths: Tensor | int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, masking, sync, whitening
-from .geometry import Grid, Layout, matrix_weight, weight_matrix
+from .geometry import Grid, Layout, grouped, ungrouped
 from .kernels import Plan
 from .recorded import Recorded, runs_in_float16
 from .sampling import draw
@@ -261,14 +261,13 @@ class Decorrelated(Recorded):
         self, d: Tensor, mean: Tensor, unit: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """D⁻¹·W and b + μ·W: the parameters for which the layer is the plain one with this weight and bias."""
-        groups, taps = self.layout.groups, self.layout.taps
-        matrix = weight_matrix(weight.double(), groups, self._transposed)
-        unfolded, shift = [], matrix.new_zeros(groups, matrix.shape[-1])
-        for d_part, mean_part, blocks in self.layout.split(d.double(), mean.double(), matrix):
+        groups, weights = self.layout.groups, grouped(weight.double(), self.layout.groups, self._transposed)
+        unfolded, shift = [], weights.new_zeros(groups, weights.shape[1])
+        for d_part, mean_part, blocks in self.layout.split(d.double(), mean.double(), weights):
             product, constant = whitening.unfold(d_part, mean_part, blocks)
-            unfolded.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
-            shift = shift + constant.reshape(groups, -1, matrix.shape[-1]).sum(1)
-        product = matrix_weight(torch.cat(unfolded, 1) * unit, weight, self._transposed)
+            unfolded.append(product)
+            shift = shift + constant.reshape(groups, -1, weights.shape[1]).sum(1)
+        product = ungrouped(self.layout.join(unfolded) * unit, weight, self._transposed)
         constant = shift.flatten() * unit if bias is None else bias.double() + shift.flatten() * unit
         return product.to(weight.dtype), constant.to(weight.dtype)
 

@@ -193,32 +193,41 @@ class Layout:
         covs = [F.pad(cov, (0, width - cov.shape[1], 0, width - cov.shape[1])) for _, cov in parts]
         return torch.cat(means), torch.cat(covs)
 
-    def split(self, d: Tensor, mean: Tensor, matrix: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(D, mean, weight (groups·blocks, f, o)) of every part, from what `pack` made and the weight matrix."""
+    def split(self, d: Tensor, mean: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(D, mean, weight (groups·blocks, o, f)) of every part, from what `pack` made and a weight as `grouped`."""
         split, first = [], 0
         for part in self.parts:
             own = slice(first, first + self._of_own(part))
             first = own.stop
-            blocks = matrix[:, part.start : part.stop].reshape(self.groups * part.blocks, -1, matrix.shape[-1])
-            f = blocks.shape[1]
-            split.append((d[own, :f, :f], mean[own, :f], blocks))
+            blocks = weight[:, :, part.start : part.stop].reshape(self.groups, weight.shape[1], part.blocks, -1)
+            f = blocks.shape[3]
+            split.append((d[own, :f, :f], mean[own, :f], blocks.transpose(1, 2).reshape(-1, weight.shape[1], f)))
         return split
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The weight (groups, outputs, channels, taps) of what `split` gave for every part."""
+        joined = []
+        for part, blocks in zip(self.parts, parts, strict=True):
+            outputs = blocks.shape[1]
+            by_output = blocks.reshape(self.groups, part.blocks, outputs, -1).transpose(1, 2)
+            joined.append(by_output.reshape(self.groups, outputs, -1, self.taps))
+        return joined[0] if len(joined) == 1 else torch.cat(joined, 2)
 
 
 # --- weights ---
 
 
-def weight_matrix(weight: Tensor, groups: int, transposed: bool) -> Tensor:
-    """(groups, channels, taps, outputs) of a weight (out, in, *kernel), or (in, out, *kernel) when transposed."""
+def grouped(weight: Tensor, groups: int, transposed: bool) -> Tensor:
+    """(groups, outputs, channels, taps) of a weight (out, in, *kernel), or (in, out, *kernel) when transposed."""
     taps = math.prod(weight.shape[2:])
-    grouped = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], taps)
-    return grouped.permute(0, 1, 3, 2) if transposed else grouped.permute(0, 2, 3, 1)
+    by_group = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], taps)
+    return by_group.transpose(1, 2) if transposed else by_group
 
 
-def matrix_weight(matrix: Tensor, like: Tensor, transposed: bool) -> Tensor:
-    """The inverse of `weight_matrix`, in the shape and the memory format of the weight."""
-    grouped = matrix.permute(0, 1, 3, 2) if transposed else matrix.permute(0, 3, 1, 2)
-    weight = grouped.reshape(-1).reshape(like.shape)  # by way of one axis: no odd strides where a size is 1
+def ungrouped(weight: Tensor, like: Tensor, transposed: bool) -> Tensor:
+    """The inverse of `grouped`, in the shape and the memory format of another weight."""
+    by_group = weight.transpose(1, 2) if transposed else weight
+    weight = by_group.reshape(-1).reshape(like.shape)  # by way of one axis: no odd strides where a size is 1
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     if last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last):
         return weight.contiguous(memory_format=last)

@@ -367,11 +367,11 @@ def decorrelate(
 
 
 def fold(d: Tensor, mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """D·W (blocks, f, o) and μ·D·W (blocks, o) of weights (blocks, f, o); one D for all blocks, or one for each."""
-    folded = d @ weight
-    return folded, (mean[:, None, :] @ folded).squeeze(1)
+    """D·W (blocks, o, f) and μ·D·W (blocks, o) of weights (blocks, o, f); one D for all blocks, or one for each."""
+    folded = weight @ d
+    return folded, (folded @ mean[:, :, None]).squeeze(2)
 
 
 def unfold(d: Tensor, mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """D⁻¹·W and μ·W, the way back from weights of the plain layer. What D drops (no variance) stays dropped."""
-    return torch.linalg.pinv(d, hermitian=True) @ weight, (mean[:, None, :] @ weight).squeeze(1)
+    return weight @ torch.linalg.pinv(d, hermitian=True), (weight @ mean[:, :, None]).squeeze(2)

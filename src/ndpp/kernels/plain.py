@@ -5,7 +5,6 @@ Nothing here records a graph. Every stage has its adjoint beside it; `transform`
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import adjoints, whitening
-from ..geometry import Layout, Phase, matrix_weight, weight_matrix
+from ..geometry import Layout, Phase, grouped, ungrouped
 from ..keeping import known
 from ..rows import Places, add_, gather, is_whole, locate, patches
 from ..sampling import Sample, choose, lattice
@@ -235,15 +234,16 @@ def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
 
 def folded(d: Tensor, stats: Moments, weight: Tensor, bias: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
     """D·W and b - μ·D·W, in the dtype of the weight."""
-    groups, taps = plan.layout.groups, plan.layout.taps
-    matrix = weight_matrix(weight.to(d.dtype), groups, plan.transposed)
-    parts, shifts = [], []
-    for d_part, mean, blocks in plan.layout.split(d, stats.mean, matrix):
-        product, constant = whitening.fold(d_part, mean, blocks)
-        parts.append(product.reshape(groups, -1, taps, matrix.shape[-1]))
-        shifts.append(constant.reshape(groups, -1, matrix.shape[-1]).sum(1).flatten())
-    shift = functools.reduce(torch.add, shifts)
-    product = matrix_weight(_whole(parts) / stats.unit, weight, plan.transposed)
+    groups = plan.layout.groups
+    d, mean = d / stats.unit, stats.mean * stats.unit
+    parts, shift = [], None
+    for d_part, mean_part, blocks in plan.layout.split(d, mean, grouped(weight.to(d.dtype), groups, plan.transposed)):
+        product, constant = whitening.fold(d_part, mean_part, blocks)
+        parts.append(product)
+        constant = constant.reshape(groups, -1, constant.shape[1]).sum(1).flatten()
+        shift = constant if shift is None else shift + constant
+    assert shift is not None
+    product = ungrouped(plan.layout.join(parts), weight, plan.transposed)
     constant = -shift if bias is None else bias.to(d.dtype) - shift
     return product.to(weight.dtype), constant.to(weight.dtype)
 
@@ -252,25 +252,20 @@ def folded_adjoint(
     d: Tensor, stats: Moments, weight: Tensor, grad_weight: Tensor, grad_bias: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of D, μ and the weight from those of what `folded` returns."""
-    groups, taps = plan.layout.groups, plan.layout.taps
-    matrix = weight_matrix(weight.to(d.dtype), groups, plan.transposed)
-    of_matrix = weight_matrix(grad_weight.to(d.dtype), groups, plan.transposed) / stats.unit
-    outputs = matrix.shape[-1]
+    groups, layout = plan.layout.groups, plan.layout
+    d, mean = d / stats.unit, stats.mean * stats.unit
+    splits = [layout.split(d, mean, grouped(w.to(d.dtype), groups, plan.transposed)) for w in (weight, grad_weight)]
+    outputs = splits[0][0][2].shape[1]
     of_shift = -grad_bias.to(d.dtype).reshape(groups, 1, outputs)
     of_stats, of_weight = [], []
-    splits = plan.layout.split(d, stats.mean, matrix), plan.layout.split(d, stats.mean, of_matrix)
-    for (d_part, mean, blocks), (_, _, grads) in zip(*splits, strict=True):
+    for (d_part, mean_part, blocks), (_, _, grads) in zip(*splits, strict=True):
         shift = of_shift.expand(groups, blocks.shape[0] // groups, outputs).reshape(-1, outputs)
-        part_d, part_mean, part_weight = adjoints.fold_adjoint(d_part, mean, blocks, grads, shift)
+        part_d, part_mean, part_weight = adjoints.fold_adjoint(d_part, mean_part, blocks, grads, shift)
         of_stats.append((part_mean, part_d))
-        of_weight.append(part_weight.reshape(groups, -1, taps, outputs))
-    of_mean, of_d = plan.layout.pack(of_stats)
-    return of_d, of_mean, matrix_weight(_whole(of_weight), weight, plan.transposed).to(weight.dtype)
-
-
-def _whole(parts: list[Tensor]) -> Tensor:
-    """The columns of all parts, (groups, channels, taps, outputs)."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        of_weight.append(part_weight)
+    of_mean, of_d = layout.pack(of_stats)
+    of_weights = ungrouped(layout.join(of_weight), weight, plan.transposed)
+    return of_d / stats.unit, of_mean * stats.unit, of_weights.to(weight.dtype)
 
 
 # --- running statistics ---
