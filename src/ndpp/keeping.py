@@ -23,11 +23,14 @@ def is_traced() -> bool:
     )
 
 
+def readable(t: Tensor) -> bool:
+    """Whether reading the value of a tensor waits for nothing: on the CPU, outside of tracing."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
 def known(flag: Tensor) -> bool | None:
-    """The flag as a bool where reading it waits for nothing: on the CPU, outside of tracing."""
-    if flag.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    return bool(flag)
+    """The flag as a bool, where it is readable."""
+    return bool(flag) if readable(flag) else None
 
 
 def kept(make: Callable[..., Made]) -> Callable[..., Made]:

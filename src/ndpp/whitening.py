@@ -216,7 +216,11 @@ def regularise(cov: Tensor, unit: Tensor, *, eps: float, shrinkage: float, width
         ridge = ridge + shrinkage * cov.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) / _column(widths)
     if isinstance(widths, Tensor):
         ridge = ridge * (torch.arange(cov.shape[-1], device=cov.device) < widths[:, None])
-    return cov + torch.diag_embed(ridge.expand(cov.shape[:-1]))
+    if _recorded(cov, unit):
+        return cov + torch.diag_embed(ridge.expand(cov.shape[:-1]))
+    a = cov.clone()
+    a.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    return a
 
 
 def _column(widths: Tensor | int) -> Tensor | int:
@@ -233,14 +237,14 @@ def inverse_sqrt(a: Tensor, *, solver: str, steps: int, in_unit: bool = False) -
         return root
     coefficients = newton_coefficients(solver, steps)
     norm, present = frobenius(a, in_unit)
-    root = _coupled_newton(a / norm, coefficients) * norm.rsqrt()
+    root = _coupled_newton(a / norm, coefficients).mul(norm.rsqrt())
     return root if present is None else torch.where(present, root, 0.0)
 
 
 def frobenius(a: Tensor, in_unit: bool) -> tuple[Tensor, Tensor | None]:
     """‖A‖_F (g, 1, 1), without overflow, and where it is not zero (1 stands there for it); None: everywhere."""
     if in_unit:
-        return a.square().sum((-2, -1), keepdim=True).sqrt(), None
+        return torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True), None
     peak = magnitude(a, (-2, -1))
     norm = (a / peak).square().sum((-2, -1), keepdim=True)
     present = norm > 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import adjoints, whitening
 from ..geometry import Layout, Phase, grouped, ungrouped
-from ..keeping import known
+from ..keeping import known, readable
 from ..rows import Places, add_, gather, is_whole, locate, patches
 from ..sampling import Sample, choose, lattice
 from ..whitening import Moments, symmetric_product
@@ -87,22 +87,42 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     """Of the rows looked at. A call with non-finite values in them has a count of NaN, and zeros for values."""
     values, _ = _rows(x, gain, draws, view, plan)
     low, high = torch.aminmax(_as_in_memory(values))
-    peak = torch.maximum(high, -low)
-    finite = torch.isfinite(peak)
-    sure = known(finite)
-    floor = max(math.sqrt(plan.eps), whitening.SMALLEST_UNIT)
-    unit = whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor)
-    if not sure:
-        values = torch.where(finite, values, 0.0)
-    divisor = unit if sure is None or known((unit > LARGE) | (unit < 1 / LARGE)) else None
-    if divisor is not None:
-        values = values / divisor
     ours = values.data_ptr() != x.data_ptr()
-    mean, cov = plan.layout.pack([_part_moments(rows, ours) for rows in plan.layout.stack(values)])
-    if divisor is None:
-        mean, cov = mean / unit, cov / unit.square()
-    total = torch.full_like(unit, x.shape[0] * math.prod([axis.count for axis in view.phase]))
-    return Moments(total if sure else torch.where(finite, total, torch.nan), mean, cov, unit)
+    total = float(x.shape[0] * math.prod([axis.count for axis in view.phase]))
+    if readable(low):
+        return _moments_now(values, ours, max(float(high), -float(low)), total, plan)
+    peak = torch.maximum(high, -low)
+    finite = peak < math.inf
+    unit = torch.where(finite & (peak > 0), _power(peak), 1.0).clamp_min(_least_unit(plan))
+    mean, cov = _part_moments(values.mul_(unit.reciprocal()) if ours else values / unit, True, plan)
+    mean, cov = torch.where(finite, mean, 0.0), torch.where(finite, cov, 0.0)
+    return Moments(torch.where(finite, total, math.nan).to(unit.dtype), mean, cov, unit)
+
+
+def _moments_now(values: Tensor, ours: bool, peak: float, total: float, plan: Plan) -> Moments:
+    """Where the peak is a number, most rows need no unit of their own: the moments are brought to it in the end."""
+    finite = math.isfinite(peak)
+    unit = max(2.0 ** (math.frexp(peak)[1] - 1) if finite and peak > 0 else 1.0, _least_unit(plan))
+    if not finite:
+        values, ours = torch.zeros_like(values), True
+    within = 1 / LARGE < unit < LARGE
+    if not within:
+        values, ours = values / unit, True
+    mean, cov = _part_moments(values, ours, plan)
+    if within and unit != 1.0:
+        mean, cov = mean.div_(unit), cov.div_(unit * unit)
+    rows = torch.full_like(mean[0, 0], total if finite else math.nan)
+    return Moments(rows, mean, cov, torch.full_like(rows, unit))
+
+
+def _least_unit(plan: Plan) -> float:
+    return max(math.sqrt(plan.eps), whitening.SMALLEST_UNIT)
+
+
+def _power(peak: Tensor) -> Tensor:
+    """The power of two at or below a number, by its exponent's bits."""
+    bits, exponent = (torch.int64, 0x7FF << 52) if peak.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+    return (peak.view(bits) & exponent).view(peak.dtype)
 
 
 def _as_in_memory(values: Tensor) -> Tensor:
@@ -110,17 +130,19 @@ def _as_in_memory(values: Tensor) -> Tensor:
     return values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
 
 
-def _part_moments(rows: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of rows (g, n, f), in one centring; what its rounding left is taken off the product.
+def _part_moments(values: Tensor, ours: bool, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of rows (n, channels, taps), in one centring; what its rounding left comes off the product.
 
     Rows that are `ours` are overwritten: another pass through memory costs as much as the product itself.
     """
-    shift = rows.mean(1, keepdim=True)
-    rows = rows.sub_(shift) if ours else rows - shift
-    residual = rows.mean(1, keepdim=True)
-    outer = residual.mT * residual
-    cov = symmetric_product((rows.mT, rows), plus=outer, share=-1.0, times=1.0 / rows.shape[1])
-    return (shift + residual).squeeze(1), cov
+    parts = []
+    for rows in plan.layout.stack(values):
+        shift = rows.mean(1, keepdim=True)
+        rows = rows.sub_(shift) if ours else rows - shift
+        residual = rows.mean(1, keepdim=True)
+        cov = symmetric_product((rows.mT, rows), plus=residual.mT * residual, share=-1.0, times=1.0 / rows.shape[1])
+        parts.append((shift.add_(residual).squeeze(1), cov))
+    return plan.layout.pack(parts)
 
 
 def moments_adjoint_(
