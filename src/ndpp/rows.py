@@ -71,9 +71,13 @@ def is_whole(phase: Phase, sample: Sample) -> bool:
 def patches(x: Tensor, phase: Phase, sample: Sample, padding_mode: str = "zeros") -> Tensor:
     """Rows (n, channels, taps) of input (batch, channels, *sizes). Differentiable."""
     if is_whole(phase, sample):
-        x = x if sample.samples is None else x.index_select(0, sample.samples)
-        return x.reshape(x.shape[0], x.shape[1], -1).mT.reshape(-1, x.shape[1], 1)
+        return every_pixel(x if sample.samples is None else x.index_select(0, sample.samples))
     return gather(x, locate(phase, sample, padding_mode, x.device))
+
+
+def every_pixel(x: Tensor) -> Tensor:
+    """All positions as rows (n, channels, 1)."""
+    return x.reshape(x.shape[0], x.shape[1], -1).mT.reshape(-1, x.shape[1], 1)
 
 
 def gather(x: Tensor, places: Places) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import adjoints, whitening
 from ..geometry import Layout, Phase, grouped, ungrouped
 from ..keeping import known, readable
-from ..rows import Places, add_, gather, is_whole, locate, patches
+from ..rows import Places, add_, every_pixel, gather, is_whole, locate
 from ..sampling import Sample, choose, lattice
 from ..whitening import Moments, symmetric_product
 
@@ -85,7 +85,7 @@ def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
 
 def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
     """Of the rows looked at. A call with non-finite values in them has a count of NaN, and zeros for values."""
-    values, _ = _rows(x, gain, draws, view, plan)
+    values, *_ = _rows(x, gain, draws, view, plan)
     low, high = torch.aminmax(_as_in_memory(values))
     ours = values.data_ptr() != x.data_ptr()
     total = float(x.shape[0] * math.prod([axis.count for axis in view.phase]))
@@ -157,7 +157,7 @@ def moments_adjoint_(
     plan: Plan,
 ) -> Tensor | None:
     """Add to the gradient of x what comes by way of μ and Cov; the gradient of the gain by that way."""
-    values, sample = _rows(x, gain, draws, view, plan)
+    values, sample, places = _rows(x, gain, draws, view, plan)
     n = values.shape[0]
     parts, first = [], 0
     for part, (own, f), rows in zip(plan.layout.parts, plan.layout.widths, plan.layout.stack(values), strict=True):
@@ -172,47 +172,47 @@ def moments_adjoint_(
         parts.append(back.reshape(n, plan.layout.groups, part.stop - part.start, -1))
     rows = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(values.shape) / stats.unit
     if gain is None:
-        _add_rows_(grad, rows, sample, view, plan)
+        _add_rows_(grad, rows, places)
         return None
-    of_rows = _row_gain(gain, sample, view, plan)
-    _add_rows_(grad, rows * of_rows, sample, view, plan)
+    of_rows = _row_gain(gain, sample, places, plan)
+    _add_rows_(grad, rows * of_rows, places)
     # values = x·gain: where the gain is zero so are the values, whatever they were
     inverse = torch.where(of_rows > 0, 1.0 / torch.where(of_rows > 0, of_rows, 1.0), 0.0)
     of_gain = (rows * values * inverse).sum((1, 2))
-    return _gain_adjoint(gain, of_gain, sample, view, plan)
+    return _gain_adjoint(gain, of_gain, sample, places, plan)
 
 
-def _rows(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> tuple[Tensor, Sample]:
-    """Rows (n, channels, taps) of S·X, in the dtype of statistics."""
+def _rows(
+    x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan
+) -> tuple[Tensor, Sample, Places | None]:
+    """Rows (n, channels, taps) of S·X, in the dtype of statistics, and their places: None where they are all of x."""
     sample = choose(x.shape[0], view.phase, view.budget, draws)
-    values = patches(x, view.phase, sample, plan.padding_mode).to(whitening.statistics_dtype(x.dtype))
-    return (values if gain is None else values * _row_gain(gain, sample, view, plan)), sample
+    whole = sample.samples is None and is_whole(view.phase, sample)
+    places = None if whole else locate(view.phase, sample, plan.padding_mode, x.device)
+    values = every_pixel(x) if places is None else gather(x, places)
+    values = values.to(whitening.statistics_dtype(x.dtype))
+    return (values if gain is None else values * _row_gain(gain, sample, places, plan)), sample, places
 
 
-def _places(x: Tensor, sample: Sample, view: View, plan: Plan) -> Places:
-    return locate(view.phase, sample, plan.padding_mode, x.device)
-
-
-def _add_rows_(grad: Tensor, rows: Tensor, sample: Sample, view: View, plan: Plan) -> None:
-    if is_whole(view.phase, sample) and sample.samples is None:
-        whole = rows.reshape(grad.shape[0], -1, grad.shape[1]).mT.reshape(grad.shape)
-        grad.add_(whole.to(grad.dtype))
+def _add_rows_(grad: Tensor, rows: Tensor, places: Places | None) -> None:
+    if places is None:
+        grad.add_(rows.reshape(grad.shape[0], -1, grad.shape[1]).mT.reshape(grad.shape).to(grad.dtype))
     else:
-        add_(grad, rows, _places(grad, sample, view, plan))
+        add_(grad, rows, places)
 
 
-def _row_gain(gain: Tensor, sample: Sample, view: View, plan: Plan) -> Tensor:
+def _row_gain(gain: Tensor, sample: Sample, places: Places | None, plan: Plan) -> Tensor:
     """(n, 1, 1) of rows, from that of samples or of positions."""
-    if plan.per_row and view.phase:
-        return gather(gain, _places(gain, sample, view, plan))
+    if plan.per_row and gain.dim() > 2:
+        return every_pixel(gain) if places is None else gather(gain, places)
     chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
     return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
 
 
-def _gain_adjoint(gain: Tensor, of_rows: Tensor, sample: Sample, view: View, plan: Plan) -> Tensor:
+def _gain_adjoint(gain: Tensor, of_rows: Tensor, sample: Sample, places: Places | None, plan: Plan) -> Tensor:
     grad = torch.zeros_like(gain)
-    if plan.per_row and view.phase:
-        add_(grad, of_rows[:, None, None], _places(gain, sample, view, plan))
+    if plan.per_row and gain.dim() > 2:
+        _add_rows_(grad, of_rows[:, None, None], places)
     else:
         sums = of_rows.reshape(sample.size[0], -1).sum(1).reshape(-1, *gain.shape[1:])
         grad = sums if sample.samples is None else grad.index_add_(0, sample.samples, sums)
@@ -227,10 +227,16 @@ def usable(batch: Moments, running_mean: Tensor, running_cov: Tensor, tracked: T
     seen = known(batch.rows > 0)
     if seen:
         return batch
-    running = whitening.in_unit(tracked.to(batch.rows.dtype), running_mean, running_cov, plan.eps)
-    if seen is False:
-        return running
-    return Moments(*(torch.where(batch.rows > 0, b, r) for b, r in zip(batch, running, strict=True)))
+    if seen is False or batch.mean.requires_grad:
+        running = whitening.in_unit(tracked.to(batch.rows.dtype), running_mean, running_cov, plan.eps)
+        if seen is False:
+            return running
+        return Moments(*(torch.where(batch.rows > 0, b, r) for b, r in zip(batch, running, strict=True)))
+    # Moments of nothing are zeros: the running ones are added to them, in unit 1, without asking the device.
+    some = batch.rows > 0
+    share = torch.where(some, 0.0, 1.0).to(batch.rows.dtype)
+    mean, cov = torch.addcmul(batch.mean, running_mean, share), torch.addcmul(batch.cov, running_cov, share)
+    return Moments(torch.where(some, batch.rows, tracked), mean, cov, torch.where(some, batch.unit, 1.0))
 
 
 def root(stats: Moments, plan: Plan) -> Tensor:
