@@ -17,6 +17,7 @@ from torch import Tensor
 from .geometry import Phase, whole_numbers
 from .keeping import kept
 
+SCALE_VALUES, FEWEST_POSITIONS = 1 << 16, 64
 BITS = 24  # of an offset within a cell of the grid
 # From one sample to the next, the offset of an axis moves on by these parts of a cell, whose multiples fill it evenly
 # (a Kronecker sequence): the golden ratio for the samples themselves, then those that do so for two axes together.
@@ -143,9 +144,13 @@ def every(batch: int, phase: Phase, most: int, device: torch.device) -> list[Sam
     return chunks
 
 
-def lattice(sizes: tuple[int, ...], most: int | None) -> tuple[slice, ...]:
-    """A fixed grid of about `most` positions of each sample, for its scale: evenly spaced, the same in every call."""
+def lattice(channels: int, sizes: tuple[int, ...], most: int | None) -> tuple[slice, ...]:
+    """A fixed grid of about `most` positions of each sample, for its scale: evenly spaced, the same in every call.
+
+    Of many channels fewer positions do: SCALE_VALUES in all, but not below FEWEST_POSITIONS.
+    """
     total = math.prod(sizes)
+    most = None if most is None else min(most, max(SCALE_VALUES // max(channels, 1), FEWEST_POSITIONS))
     if most is None or total <= most:
         return tuple(slice(None) for _ in sizes)
     step = math.ceil((total / most) ** (1 / len(sizes)) - 1e-9)

@@ -18,12 +18,16 @@ from torch import Tensor
 
 from . import kernels, sync
 from .geometry import Grid
+from .keeping import readable
 from .kernels import Plan
 from .stages import stages
 from .whitening import Moments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+LARGE_SAMPLE = 1 << 16  # values of an output that are worth a call of their own
 
 
 class Again(NamedTuple):
@@ -129,7 +133,11 @@ def scaled_output(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if recorded or y.dtype != gain.dtype or torch._C._functorch.peek_interpreter_stack() is not None:
         return (y * gain + bias).to(y.dtype)
-    return torch.addcmul(bias, y, gain, out=y)
+    if readable(y) and gain.numel() == len(y) and y.numel() > LARGE_SAMPLE * len(y):
+        for one, own in zip(y, gain.flatten().tolist(), strict=True):  # one pass through memory in place of two
+            torch.add(bias, one, alpha=own, out=one)
+        return y
+    return y.mul_(gain).add_(bias)
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -65,7 +65,8 @@ def sample_scale(
         return (values * share).sum(dim, keepdim=True) / share.sum(dim, keepdim=True).clamp_min(1.0)
 
     if mode == "l1":
-        size = mean(x.abs()) + eps
+        count = math.prod([x.shape[i] for i in dim])  # the norm makes no copy of |x|
+        size = (torch.linalg.vector_norm(x, 1, dim, keepdim=True) / count if valid is None else mean(x.abs())) + eps
         return torch.zeros_like(size), _reciprocal(size, where=size > torch.finfo(size.dtype).tiny)
     unit = magnitude(x, dim).clamp_min(SMALLEST_UNIT)
     z = x / unit

@@ -76,7 +76,8 @@ def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
     """What of x enters the scale, and over which axes."""
     if plan.per_row:
         return x, (1,)
-    at: tuple[Any, ...] = (..., *lattice(tuple(x.shape[2:]), plan.scale_positions))
+    channels = plan.layout.groups * plan.layout.channels  # not those of x, which may be a mask
+    at: tuple[Any, ...] = (..., *lattice(channels, tuple(x.shape[2:]), plan.scale_positions))
     return x[at], tuple(range(1, x.dim()))
 
 
