@@ -15,7 +15,7 @@ import ndpp
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
 CORE = [
-    *("version", "settings", "whitening", "adjoints", "sync", "masking", "geometry", "sampling", "rows"),
+    *("version", "settings", "keeping", "whitening", "adjoints", "sync", "masking", "geometry", "sampling", "rows"),
     *("kernels.plain", "kernels", "statistics", "stages", "transform", "recorded", "decorrelated", "layers"),
 ]
 KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,20 @@ from .sampling import draw
 from .settings import Settings
 from .stages import axes_of, plan_key
 from .statistics import RunningMoments
-from .transform import Again, Transform, declines, no_autocast, scaled_output
+from .transform import Again, Link, Transform, declines, no_autocast, scaled_output
 from .whitening import Moments
 
-Trained = tuple[Tensor, Tensor, Tensor, Tensor | None, Moments, bool]
-"""Of a training call: input, weight and bias for the stock operation, gain, moments, and if a backward pass follows."""
+
+class Trained(NamedTuple):
+    """Of a training call: what the stock operation takes, S, the moments, and if a backward pass follows."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    gain: Tensor | None
+    batch: Moments
+    awaits_backward: bool
+    link: Link | None = None
 
 
 class Decorrelated(Recorded):
@@ -104,7 +113,7 @@ class Decorrelated(Recorded):
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
         narrow = runs_in_float16(x)
-        batch, gain, awaits_backward = None, None, False
+        batch, gain, awaits_backward, link = None, None, False, None
         with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
                 x, gain = self._scaled(x, valid, narrow)
@@ -112,16 +121,18 @@ class Decorrelated(Recorded):
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
                 through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
                 layers = (self, *others)
-                x, weight, bias, gain, batch, awaits_backward = through(x, grid, weight, bias, valid, narrow, layers)
+                trained = through(x, grid, weight, bias, valid, narrow, layers)
+                x, weight, bias, gain, batch, awaits_backward, link = trained
             else:
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
             y = operation(x, weight, bias)
         elif self._per_row_scale:  # features last
-            y = scaled_output(operation(x, weight, None), gain.movedim(1, -1), bias)
+            y = scaled_output(operation, x, weight, gain.movedim(1, -1), bias, link)
         else:
-            y = scaled_output(operation(x, weight, None), gain, bias.reshape(-1, *(1,) * (x.dim() - 2)))
+            bias = bias.reshape(-1, *(1,) * (x.dim() - 2))
+            y = scaled_output(operation, x, weight, gain, bias, link)
         if batch is not None and not _is_recomputation():  # last: an error above leaves the statistics alone
             for layer in layers:
                 layer._observe(batch, awaits_backward)
@@ -146,7 +157,7 @@ class Decorrelated(Recorded):
             x, _ = self._scaled(x, valid, narrow)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         draws = draw(x.device, plan.samples_rows)
-        again, awaits_backward = None, torch.is_grad_enabled() and not _is_recomputation()
+        again, link, awaits_backward = None, None, torch.is_grad_enabled() and not _is_recomputation()
         if not torch.compiler.is_compiling():
             tokens = [] if _is_recomputation() else [layer._begin_call(awaits_backward) for layer in layers]
 
@@ -155,17 +166,17 @@ class Decorrelated(Recorded):
                 stats = self._usable(self._moments_of_call(x, gain, grid, None, draws, finite))
                 return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
 
-            again = Again(once_more, tokens)
+            again, link = Again(once_more, tokens), Link() if plan.scale != "none" else None
         group = sync.group_of(self.settings.sync)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []
         x, weight, bias, *batch = Transform.apply(
-            x, weight, bias, draws, finite, *running, tuple(axes_of(grid)), key, plan, group, again, *ends
+            x, weight, bias, draws, finite, *running, tuple(axes_of(grid)), key, plan, group, again, link, *ends
         )
         gain = batch[4] if plan.scale != "none" else None
         moments = Moments(*batch[:4])
         x = x if finite is None else self._checked(x, moments)
-        return x, weight, bias, gain, moments, awaits_backward and bias.requires_grad
+        return Trained(x, weight, bias, gain, moments, awaits_backward and bias.requires_grad, link)
 
     def _recorded(
         self,
@@ -189,7 +200,7 @@ class Decorrelated(Recorded):
         if not _is_recomputation():
             for layer in layers:
                 bias, awaits_backward = layer._end_step_after(bias)
-        return x, weight, bias, gain, batch, awaits_backward
+        return Trained(x, weight, bias, gain, batch, awaits_backward)
 
     def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
         """A function of the input, whose errors come under the name of this layer."""

@@ -79,9 +79,9 @@ def choose(batch: int, phase: Phase, budget: tuple[int, ...], draws: Tensor) -> 
     if samples == batch and tuple(picks) == counts:
         return Sample(None, tuple(whole_numbers(n, draws.device)[None] for n in counts), budget)
     cells = _cells(batch, counts, budget, draws.device)
-    offsets = (cells.start + draws.index_select(0, cells.draw)) & ((1 << BITS) - 1)
-    places = torch.div(torch.addcmul(cells.base, offsets, cells.count), cells.divisor, rounding_mode="floor")
-    of_sample, *of_axes = places.split([1, *picks], 1)
+    offsets = (cells.start + draws.index_select(0, cells.draws)) & ((1 << BITS) - 1)
+    places = torch.div(torch.addcmul(cells.base, offsets, cells.counts), cells.divisors, rounding_mode="floor")
+    of_sample, *of_axes = torch.split(places, [1, *picks], 1)
     return Sample(
         of_sample[:, 0] if samples < batch else None,
         tuple(
@@ -105,9 +105,9 @@ class _Cells(NamedTuple):
 
     start: Tensor  # (samples, cells); how far a sample's offsets are from those of the first
     base: Tensor  # (samples, cells); c·2^BITS·count
-    count: Tensor  # (cells,), and so on
-    divisor: Tensor
-    draw: Tensor
+    counts: Tensor  # (cells,): positions along the axis of a cell, p·2^BITS, and which number draws the offset
+    divisors: Tensor
+    draws: Tensor
 
 
 @kept

@@ -47,6 +47,12 @@ class Again(NamedTuple):
         return [next(found) if t is not None and t.requires_grad else None for t in leaves]
 
 
+class Link:
+    """What the two ends of a scaled call know of each other: where the gradient of the gain comes from."""
+
+    explicit = False  # ⟨dy, f(x)⟩ at the output, from f(x) computed again, rather than ⟨dx, x⟩ at the node
+
+
 class Transform(torch.autograd.Function):
     """Stages in order; backward their adjoints in the opposite order."""
 
@@ -66,6 +72,7 @@ class Transform(torch.autograd.Function):
         plan: Plan,
         group: ProcessGroup | None,
         again: Again | None,
+        link: Link | None,
         *step_rows: Tensor,
     ) -> tuple[Tensor, ...]:
         """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one.
@@ -84,7 +91,7 @@ class Transform(torch.autograd.Function):
         alias = x.view_as(x)
         of_rank = () if group is None else (*local, *kept)
         ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
-        ctx.told = axes, rows, key, plan, group, step_rows, again
+        ctx.told = axes, rows, key, plan, group, step_rows, again, link
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*batch, *(() if ctx.needs_input_grad[0] else (alias,)))
         return (alias, folded, constant, *batch, *(() if gain is None else (gain,)))
@@ -101,12 +108,14 @@ class Transform(torch.autograd.Function):
     def adjoint(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
         """Gradients of all inputs from those of the outputs."""
         x, weight, bias, draws, gain, *saved = saved
-        axes, rows, key, plan, group, step_rows, again = ctx.told
+        axes, rows, key, plan, group, step_rows, again, link = ctx.told
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
-        rest = (None,) * (10 + len(step_rows))
+        rest = (None,) * (11 + len(step_rows))
         grad_gain = None if gain is None else grads[7]
+        if link is not None and grad_x is not None and not link.explicit:
+            grad_gain = kernels.gain_adjoint(grad_x, x, gain, plan)
         if again is not None and torch.is_grad_enabled():
             return (*again.gradients((x, weight, bias), (grad_x, grad_folded, grad_constant, grad_gain)), *rest)
         stage = stages()
@@ -128,12 +137,58 @@ class Transform(torch.autograd.Function):
         return (of_x, of_weight, None if bias is None else grad_constant.to(bias.dtype), *rest)
 
 
-def scaled_output(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    """y·gain + b of the fresh output of a stock operation: in place and in one pass, where nothing is recorded."""
-    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if recorded or y.dtype != gain.dtype or torch._C._functorch.peek_interpreter_stack() is not None:
+def scaled_output(
+    operation: Callable[..., Tensor], x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, link: Link | None
+) -> Tensor:
+    """operation(x, weight)·gain + b; in place, but where a graph is made without a node at its other end."""
+    y = operation(x, weight, None)
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return (y * gain + bias).to(y.dtype)
-    if readable(y) and gain.numel() == len(y) and y.numel() > LARGE_SAMPLE * len(y):
+    if not torch.is_grad_enabled():
+        return _scale_(y, gain, bias)
+    if link is None:
+        return (y * gain + bias).to(y.dtype)
+    scaled: Tensor = Scaling.apply(y, gain, bias, x, weight, operation, link)
+    return scaled
+
+
+class Scaling(torch.autograd.Function):
+    """y·gain + b in place, for y = f(x) with f linear. Nothing of the output is kept for the backward pass.
+
+    What reaches the gain is ⟨dy, f(x)⟩ = ⟨dx, x⟩ with dx = fᵀ(dy), which f hands to the node: it is found there. Not
+    once a backward pass was itself recorded, as dx then holds more than that: f(x) is computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        gain: Tensor,
+        bias: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        operation: Callable[..., Tensor],
+        link: Link,
+    ) -> Tensor:
+        ctx.save_for_backward(gain, x, weight)
+        ctx.told = bias.shape, bias.dtype, operation, link
+        ctx.mark_dirty(y)
+        return _scale_(y, gain, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        gain, x, weight = ctx.saved_tensors
+        shape, dtype, operation, link = ctx.told
+        link.explicit = link.explicit or torch.is_grad_enabled()
+        of_gain = None
+        if link.explicit:
+            of_gain = (grad * operation(x, weight, None)).to(gain.dtype).sum_to_size(gain.shape)
+        of_bias = grad.sum_to_size(shape).to(dtype)
+        return (grad * gain).to(grad.dtype), of_gain, of_bias, None, None, None, None
+
+
+def _scale_(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    if readable(y) and y.dtype == gain.dtype and gain.numel() == len(y) and y.numel() > LARGE_SAMPLE * len(y):
         for one, own in zip(y, gain.flatten().tolist(), strict=True):  # one pass through memory in place of two
             torch.add(bias, one, alpha=own, out=one)
         return y

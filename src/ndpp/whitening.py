@@ -118,7 +118,7 @@ def moments(rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]
 def symmetric_product(
     *pairs: tuple[Tensor, Tensor], plus: Tensor | None = None, share: float = 1.0, times: float = 1.0
 ) -> Tensor:
-    """share·plus + times·Σ a @ b (g, f, f), which is symmetric: on a CPU half of a large one is copied, not computed."""
+    """share·plus + times·Σ a @ b (g, f, f), known to be symmetric: on a CPU half of a large one is copied."""
     a, b = pairs[0]
     f = a.shape[1]
     if f < HALVED or a.device.type != "cpu" or _recorded(a, b, plus):

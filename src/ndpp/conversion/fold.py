@@ -81,7 +81,8 @@ class Scaled(nn.Module):
         if not self.scale_per_row:  # without a batch, the input is one sample
             sizes = len(self.kernel_size)  # type: ignore[arg-type]
             dims = tuple(range(1 if input.dim() == sizes + 2 else 0, input.dim()))
-            at: tuple[Any, ...] = (..., *lattice(input.shape[-sizes - 1], tuple(input.shape[-sizes:]), self.scale_positions))
+            channels, *each = input.shape[-sizes - 1 :]
+            at: tuple[Any, ...] = (..., *lattice(channels, tuple(each), self.scale_positions))
             part = input[at]
         center, gain = whitening.sample_scale(part, self.scale, dims, eps=self.scale_eps)
         return ((input.to(gain.dtype) - center) * gain).to(input.dtype)

@@ -65,6 +65,13 @@ def scale(x: Tensor, plan: Plan) -> Tensor:
     return whitening.sample_scale(part, plan.scale, dim, eps=plan.scale_eps)[1]
 
 
+def gain_adjoint(grad: Tensor, x: Tensor, gain: Tensor, plan: Plan) -> Tensor:
+    """The gradient of the gain of f(x)·gain, with f linear, from what f hands back to x: ⟨x, fᵀ(dy)⟩, over the gain."""
+    dim = (1,) if plan.per_row else tuple(range(1, x.dim()))
+    total = torch.sum(grad * x, dim, keepdim=True, dtype=gain.dtype)
+    return torch.where(gain > 0, total / torch.where(gain > 0, gain, 1.0), 0.0)
+
+
 def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, plan: Plan) -> None:
     """Add to the gradient of x what comes by way of the gain."""
     part, dim = scaled_part(x, plan)
