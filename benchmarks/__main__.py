@@ -45,7 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
-        module.arguments(commands.add_parser(name, description=module.__doc__))
+        about = str(module.__doc__)
+        first = " ".join(about.split("\n\n")[0].split())
+        module.arguments(commands.add_parser(name, description=about, help=first))
     options = parser.parse_args()
     COMMANDS[options.command].main(options)
 

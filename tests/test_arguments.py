@@ -257,7 +257,7 @@ def test_settings_of_a_living_layer() -> None:
     layer = ndpp.Linear(4, 2)
     layer.settings = layer.settings.replace(freeze=True)
     assert layer.settings.freeze
-    with pytest.raises(ValueError, match="block and shared are fixed once a layer is built"):
+    with pytest.raises(ValueError, match="block, features and shared are fixed once a layer is built"):
         layer.settings = layer.settings.replace(block=2)
     with pytest.raises(TypeError, match=r"must be an ndpp.Settings"):
         layer.settings = {"freeze": True}

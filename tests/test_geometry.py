@@ -181,6 +181,15 @@ def test_blocks_cover_all_channels_in_order(channels: int, block: int, groups: i
     torch.testing.assert_close(layout.join([w @ dp for dp, _, w in split]), weight)
 
 
+@pytest.mark.parametrize(
+    ("most", "taps", "features", "block"),
+    [(64, 1, 288, 64), (64, 9, 288, 32), (64, 49, 288, 4), (64, 27, 288, 8), (64, 300, 288, 1), (64, 9, None, 64)]
+    + [(256, 1, 288, 256), (256, 1, 100, 64), (64, 9, 9, 1)],
+)
+def test_blocks_keep_within_their_features(most: int, taps: int, features: int | None, block: int) -> None:
+    assert geo.block_size(most, taps, features) == block
+
+
 def test_grouped_weights_invert() -> None:
     for shape, groups, transposed in (((6, 2, 3, 3), 2, False), ((4, 3, 2), 2, True), ((5, 7), 1, False)):
         weight = torch.randn(shape)

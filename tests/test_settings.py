@@ -43,7 +43,7 @@ def test_frozen_keyword_only_hashable_and_copyable() -> None:
 
 def test_repr_shows_what_differs() -> None:
     assert repr(Settings()) == "Settings()"
-    assert repr(Settings.paper()) == "Settings(shared=True, steps=5, rows=None, stride=3)"
+    assert repr(Settings.paper()) == "Settings(features=None, shared=True, steps=5, rows=None, stride=3)"
     assert repr(Settings(scale="std", freeze=True)) == "Settings(scale='std', freeze=True)"
     assert eval(repr(Settings.paper())) == Settings.paper()
 

@@ -366,7 +366,7 @@ def test_strict_loading_names_what_is_missing() -> None:
 
 def test_loading_other_blocks_says_what_to_do() -> None:
     a, b = linear(EXACT.replace(block=2)), linear()
-    with pytest.raises(RuntimeError, match=r"running_cov.*\(1, 4, 4\).*\(2, 2, 2\).*block and shared"):
+    with pytest.raises(RuntimeError, match=r"running_cov.*\(1, 4, 4\).*\(2, 2, 2\).*block, features and shared"):
         b.load_state_dict(a.state_dict())
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, masking, sync, whitening
-from .geometry import Grid, Layout, grouped, ungrouped
+from .geometry import Grid, Layout, block_size, grouped, ungrouped
 from .kernels import Plan
 from .recorded import Recorded, runs_in_float16
 from .sampling import draw
@@ -55,9 +55,9 @@ class Decorrelated(Recorded):
         if not like.is_floating_point():
             raise TypeError(f"{self._label}: expected a real floating-point dtype; got {like.dtype}")
         self.settings = settings if settings is not None else Settings()
-        block = self.settings.block if self.settings.block is not None else self._default_block
-        sizes = int(groups), max(int(channels) // int(groups), 1), math.prod([int(size) for size in kernel])
-        self.layout = Layout(*sizes, block, self.settings.shared)
+        s, taps = self.settings, math.prod([int(size) for size in kernel])
+        block = s.block if s.block is not None else block_size(self._default_block, taps, s.features)
+        self.layout = Layout(int(groups), max(int(channels) // int(groups), 1), taps, block, s.shared)
         self._planned()
         self._register_moments(like.device, like.dtype)
 

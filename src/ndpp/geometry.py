@@ -129,6 +129,13 @@ def transposed_grid(
 # --- blocks ---
 
 
+def block_size(most: int, taps: int, features: int | None) -> int:
+    """Channels of a block: `most`, or the largest power of two that keeps within this number of columns."""
+    if features is None:
+        return most
+    return min(most, 1 << (max(features // max(taps, 1), 1).bit_length() - 1))
+
+
 class Part(NamedTuple):
     """Channels start:stop of every group, as `blocks` equal blocks."""
 

@@ -33,7 +33,10 @@ class Settings:
         scale_positions: at most about so many positions of a sample enter the scale of a convolution, on a fixed, even
             grid: beyond, more pixels change it little and cost a pass over the input. None = all.
         block: channels (features for Linear) decorrelated together; None is 64 for convolutions and 256 for
-            Linear. Larger than the layer means one block. What it does not divide is a smaller last block.
+            Linear, within `features`. Larger than the layer means one block. What it does not divide is a smaller last
+            block.
+        features: where `block` is None, a block has at most so many columns (channels times taps of the kernel): 32
+            channels of a 3×3 kernel. Products of blocks cost the cube of their columns. None = no limit, as the paper.
         shared: one D for all blocks of a layer, which are stacked as extra rows (the paper), or one D per block. A
             smaller last block always has its own.
         solver: ``"newton"`` (coupled inverse Newton, truncated after ``steps``), ``"minimax"`` (the same products with
@@ -60,6 +63,7 @@ class Settings:
     scale_eps: float = 0.0
     scale_positions: int | None = 1024
     block: int | None = None
+    features: int | None = 288
     shared: bool = False
     solver: Solver = "newton"
     steps: int = 3
@@ -75,7 +79,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in (("scale", Scale), ("solver", Solver), ("nonfinite", NonFinite)):
             self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(map(repr, get_args(kind)))}")
-        for name in ("block", "rows", "stride", "scale_positions"):
+        for name in ("block", "features", "rows", "stride", "scale_positions"):
             value = getattr(self, name)
             self._require(name, value is None or (_is_int(value) and value >= 1), "None or an integer of at least 1")
         self._require("steps", _is_int(self.steps) and 1 <= self.steps <= 50, "an integer from 1 to 50")
@@ -132,9 +136,10 @@ class Settings:
 
     @classmethod
     def paper(cls, **changes: Any) -> Settings:
-        """Exactly the paper: 5 Newton steps, ε = 1e-5, one shared D, every third position."""
+        """Exactly the paper: 5 Newton steps, ε = 1e-5, one shared D of 64 channels, every third position."""
         sampling = {"rows": None, "stride": 3} if changes.get("rows") is None else {"stride": None}
-        return cls(**{"shared": True, "solver": "newton", "steps": 5, "eps": 1e-5, **sampling, **changes})
+        solver = {"solver": "newton", "steps": 5, "eps": 1e-5}
+        return cls(**{"shared": True, "features": None, **solver, **sampling, **changes})
 
     @classmethod
     def exact(cls, **changes: Any) -> Settings:

@@ -48,11 +48,11 @@ class RunningMoments(nn.Module):
     def settings(self, settings: Settings) -> None:
         if not isinstance(settings, Settings):
             raise TypeError(f"{self._label}: settings must be an ndpp.Settings; got {settings!r}")
-        fixed = ("block", "shared")
+        fixed = ("block", "features", "shared")
         present = self.__dict__.get("_settings")
         if present is not None and any(getattr(present, name) != getattr(settings, name) for name in fixed):
             raise ValueError(
-                f"{self._label}: block and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
+                f"{self._label}: block, features and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
                 "build a new layer with these settings"
             )
         self._settings = settings
@@ -268,7 +268,7 @@ class RunningMoments(nn.Module):
                 errors.append(
                     f"{prefix}{name}: expected statistics of {tuple(own.shape)} (blocks, features, ...) for "
                     f"{self.settings!r}, got {tuple(given.shape)}; "
-                    "build the layer with the block and shared settings of the checkpoint"
+                    "build the layer with the block, features and shared settings of the checkpoint"
                 )
         self._load_plain(state_dict, prefix, *args)
         super()._load_from_state_dict(state_dict, prefix, *args)
