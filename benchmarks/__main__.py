@@ -20,9 +20,11 @@ from . import (
     step,
     summary,
     sweep,
+    targets,
 )
 
 COMMANDS = {
+    "targets": targets,
     "step": step,
     "layer": layer,
     "solver": solver,

@@ -1,8 +1,9 @@
 """What ndpp adds to the five convolutions of the paper's CPU runtime table, in percent of the plain layer.
 
-Plain and ndpp layers take turns within one run; what is added is the median of the differences within a pair, in percent
-of the median of the plain layer: read these, not the milliseconds. The paper's percentages are (Get X + Cov + D + D·W) / Conv of its own table, plus its x/σ₁ row where the layer has a
-scale (it does not say which statistic σ₁ is): forward alone, batch 16, on a machine it does not name.
+Plain and ndpp layers take turns within one run. What is added is the median of the differences within a pair, in
+percent of the median of the plain layer: read these, not the milliseconds. The paper's percentages are
+(Get X + Cov + D + D·W) / Conv of its own table, plus its x/σ₁ row where the layer has a scale (it does not say which
+statistic σ₁ is): forward alone, batch 16, on a machine it does not name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import platform
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ VARIANTS = {
 
 SCALED = ("l1", "std")
 WARMUP = 2  # rounds: memory is first handed out, then handed out again
+
+
+def shrunk(layer: Layer, by: int) -> Layer:
+    height, width = layer.size
+    return replace(layer, size=(height // by, width // by))
 
 
 def seconds(module: nn.Module, x: torch.Tensor, backward: bool) -> float:
@@ -132,10 +138,7 @@ def main(options: argparse.Namespace) -> None:
     print("in brackets the paper's percent: forward, batch 16\n")
     print(f"{'layer':<28}{'plain ms':>10}{'IQR':>7}" + "".join(f"{name:>20}" for name in names))
     for index in options.layers.split(","):
-        layer = LAYERS[int(index)]
-        if options.shrink > 1:
-            sizes = {**layer.__dict__, "size": tuple(side // options.shrink for side in layer.size)}
-            layer = Layer(**sizes)
+        layer = shrunk(LAYERS[int(index)], options.shrink)
         plain, spread, added = measure(layer, options.batch, options.repeats, options.backward, names)
         if options.out:
             record = {"layer": str(layer), "plain_ms": plain, "iqr_percent": spread, "added_percent": added}

@@ -46,18 +46,29 @@ def size(text: str) -> Size:
 
 
 def main(options: argparse.Namespace) -> None:
-    variants, modes = chosen(options.variants, VARIANTS), chosen(options.modes, tuple(MODES))
-    work = WORKLOADS[options.model]
-    options.batch, options.size = options.batch or work.batch, options.size or work.size
+    complete(options)
     shape = f"{options.batch}×{options.size[0]}×{options.size[1]}"
     begin(options, f"{options.model}, {shape}, {options.dtype}, median of {options.repeats} × {options.steps} steps")
+    print(table(timed(options)))
+
+
+def complete(options: argparse.Namespace) -> None:
+    """What the model is usually timed with, where the options do not say."""
+    work = WORKLOADS[options.model]
+    options.batch, options.size = options.batch or work.batch, options.size or work.size
+
+
+def timed(options: argparse.Namespace) -> list[Record]:
+    """All variants in all modes; records are appended to --out as they come."""
+    complete(options)
+    variants, modes = chosen(options.variants, VARIANTS), chosen(options.modes, tuple(MODES))
     timing.fast_arithmetic()
     records = []
     for mode in modes:
         for record in measured(mode, variants, options):
             records.append(record)
             append(options.out, record, options.device)
-    print(table(records))
+    return records
 
 
 def chosen(text: str, known: tuple[str, ...]) -> list[str]:

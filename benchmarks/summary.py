@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import adoption, collectives, cpu_table, growth, inference, layer, runs, scaling, solver, step, sweep
+from . import adoption, collectives, cpu_table, growth, inference, layer, runs, scaling, solver, step, sweep, targets
 
 # By a key of their records.
 TABLES = {
+    "aim": targets.table,
     "baseline": step.table,
     "added_ms": growth.table,
     "added_percent": cpu_table.table,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchvision
 from benchmarks import __main__ as commands
-from benchmarks import guard, layer, solver, step, summary, timing, workloads
+from benchmarks import guard, layer, solver, step, summary, targets, timing, workloads
 from torch import nn
 
 import ndpp
@@ -51,6 +51,27 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert record["kernels"] > 0
         for ending in ("json", "txt"):
             assert (tmp_path / f"resnet18-{record['variant']}-eager.{ending}").stat().st_size > 0
+
+
+def test_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device the steps are listed and not measured; what can be measured is compared with its aim."""
+    records = run("targets", "--only resnet50,cpu-table --layers 1 --batch 1 --shrink 20", tmp_path)
+    shown = capsys.readouterr().out
+    steps = [r for r in records if r["aim"].startswith("resnet50")]
+    assert [r["found"] for r in steps] == [None] * 8
+    assert shown.count("not measured") == 16  # by the command and by the summary
+    rest = [r for r in records if r not in steps]
+    assert [r["met"] for r in rest] == [r["found"] <= 5.0 for r in rest]
+    assert len(rest) == 2
+    aim = targets.Aim("resnet50", "nd", "eager", 0.9, "memory_gib")
+    found = [{"variant": name, "mode": "eager", "memory_gib": size} for name, size in (("bn", 4.0), ("nd", 3.0))]
+    assert aim.found(found) == 0.75
+    assert aim.found(found[1:]) is None
+    monkeypatch.setitem(targets.RUNS, "deeplab", f"{TINY} --variants bn,none")
+    told = targets.timed(
+        "deeplab", argparse.Namespace(device="cpu", steps=1, repeats=1, unchecked=True, steps_out=None)
+    )
+    assert [(r["most"], r["found"]) for r in told] == [(1.0, None)]  # its variant did not run
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

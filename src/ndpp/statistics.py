@@ -52,8 +52,8 @@ class RunningMoments(nn.Module):
         present = self.__dict__.get("_settings")
         if present is not None and any(getattr(present, name) != getattr(settings, name) for name in fixed):
             raise ValueError(
-                f"{self._label}: block, features and shared are fixed once a layer is built, from {present!r} to {settings!r}; "
-                "build a new layer with these settings"
+                f"{self._label}: block, features and shared are fixed once a layer is built, from {present!r} to "
+                f"{settings!r}; build a new layer with these settings"
             )
         self._settings = settings
         if present is not None:
