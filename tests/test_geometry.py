@@ -183,8 +183,10 @@ def test_blocks_cover_all_channels_in_order(channels: int, block: int, groups: i
 
 @pytest.mark.parametrize(
     ("most", "taps", "features", "block"),
-    [(64, 1, 288, 64), (64, 9, 288, 32), (64, 49, 288, 4), (64, 27, 288, 8), (64, 300, 288, 1), (64, 9, None, 64)]
-    + [(256, 1, 288, 256), (256, 1, 100, 64), (64, 9, 9, 1)],
+    [
+        *((64, 1, 288, 64), (64, 9, 288, 32), (64, 49, 288, 4), (64, 27, 288, 8), (64, 300, 288, 1)),
+        *((64, 9, None, 64), (256, 1, 288, 256), (256, 1, 100, 64), (64, 9, 9, 1)),
+    ],
 )
 def test_blocks_keep_within_their_features(most: int, taps: int, features: int | None, block: int) -> None:
     assert geo.block_size(most, taps, features) == block
