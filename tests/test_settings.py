@@ -27,6 +27,7 @@ def test_presets() -> None:
     assert exact.block > 1e6
     assert Settings.paper(scale="l1").scale == "l1"
     assert Settings.paper(rows=100).stride is None
+    assert Settings(stride=4).rows is None  # in place of the default
     assert Settings(block=np.int64(4), eps=np.float32(0.5)).block == 4
 
 
@@ -60,7 +61,7 @@ def test_repr_shows_what_differs() -> None:
         ({"rows": -1}, "rows must be"),
         ({"rows": True}, "rows must be"),
         ({"stride": 0, "rows": None}, "stride must be"),
-        ({"stride": 3}, "two ways to sample"),
+        ({"stride": 3, "rows": 64}, "two ways to sample"),
         ({"steps": 0}, "steps must be an integer from 1 to 50"),
         ({"steps": 2.0}, "steps must be"),
         ({"eps": -1e-5}, "eps must be a finite number of at least 0"),

@@ -14,7 +14,7 @@ from . import kernels, masking, sync, whitening
 from .geometry import Grid, Layout, block_size, grouped, ungrouped
 from .kernels import Plan
 from .recorded import Recorded, runs_in_float16
-from .sampling import draw
+from .sampling import draw, rows_for
 from .settings import Settings
 from .stages import axes_of, plan_key
 from .statistics import RunningMoments
@@ -64,12 +64,13 @@ class Decorrelated(Recorded):
     def _planned(self) -> None:
         """Say what calls will do; again whenever the settings change."""
         s = self.settings
-        same = ("scale", "scale_eps", "scale_positions", "solver", "steps", "eps", "shrinkage", "rows")
+        same = ("scale", "scale_eps", "scale_positions", "solver", "steps", "eps", "shrinkage")
         self._plan = Plan(
             layout=self.layout,
             transposed=self._transposed,
             per_row=self._per_row_scale,
             padding_mode=getattr(self, "padding_mode", "zeros"),
+            rows=rows_for(self.layout.widths[0][1]) if s.rows == "auto" else s.rows,
             stride=None if self._per_row_scale else s.stride,
             **{name: getattr(s, name) for name in same},
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from .geometry import Phase, whole_numbers
 from .keeping import kept
 
+ROWS_PER_FEATURE, FEWEST_ROWS, MOST_ROWS = 16, 1024, 4096
 SCALE_VALUES, FEWEST_POSITIONS = 1 << 16, 64
 BITS = 24  # of an offset within a cell of the grid
 # From one sample to the next, the offset of an axis moves on by these parts of a cell, whose multiples fill it evenly
@@ -31,6 +32,11 @@ class Sample(NamedTuple):
     samples: Tensor | None
     positions: tuple[Tensor, ...]
     size: tuple[int, ...]  # samples, then positions along each axis
+
+
+def rows_for(features: int) -> int:
+    """Rows that do for a block of so many columns: where more no longer change what is learnt."""
+    return min(max(ROWS_PER_FEATURE * features, FEWEST_ROWS), MOST_ROWS)
 
 
 def row_budget(batch: int, phase: Phase, rows: int | None, stride: int | None) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Scale = Literal["none", "l1", "rms", "std", "standardize"]
 Solver = Literal["newton", "minimax", "eigh"]
 NonFinite = Literal["skip", "raise"]
+Auto = Literal["auto"]
 
 ONE_BLOCK = 1 << 30  # larger than any layer
 
@@ -44,10 +45,10 @@ class Settings:
         steps: iterations of newton and minimax; eigh ignores it.
         eps: ε, added to the diagonal of Cov as it is.
         shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
-        rows: at most this many output positions enter the statistics, drawn anew each call; None = every position. A
-            transposed convolution looks at one position of each phase at least. Ranks that share statistics share this
-            number as well.
-        stride: the paper's sampling: every stride-th position along each spatial axis of a convolution; excludes
+        rows: at most this many output positions enter the statistics, drawn anew each call; None = every position.
+            ``"auto"`` is 16 for each column of a block, from 1024 to 4096. A transposed convolution looks at one
+            position of each phase at least. Ranks that share statistics share this number as well.
+        stride: the paper's sampling: every stride-th position along each spatial axis of a convolution, in place of
             ``rows``.
         momentum: weight of the newest step in the running statistics; None = cumulative average.
         sync: share the statistics of training between ranks, which then compute as one process on the joined batch:
@@ -69,7 +70,7 @@ class Settings:
     steps: int = 3
     eps: float = 1e-5
     shrinkage: float = 0.0
-    rows: int | None = 4096
+    rows: int | Auto | None = "auto"
     stride: int | None = None
     momentum: float | None = 0.1
     sync: bool | ProcessGroup = False
@@ -79,9 +80,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in (("scale", Scale), ("solver", Solver), ("nonfinite", NonFinite)):
             self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(map(repr, get_args(kind)))}")
-        for name in ("block", "features", "rows", "stride", "scale_positions"):
-            value = getattr(self, name)
-            self._require(name, value is None or (_is_int(value) and value >= 1), "None or an integer of at least 1")
+        if self.stride is not None and self.rows == "auto":
+            object.__setattr__(self, "rows", None)
+        for name in ("block", "features", "stride", "scale_positions", "rows"):
+            value, words = getattr(self, name), ", 'auto'" if name == "rows" else ""
+            fits = value is None or (_is_int(value) and value >= 1) or (name == "rows" and value == "auto")
+            self._require(name, fits, f"None{words} or an integer of at least 1")
         self._require("steps", _is_int(self.steps) and 1 <= self.steps <= 50, "an integer from 1 to 50")
         for name in ("eps", "shrinkage", "scale_eps"):
             value = getattr(self, name)

@@ -106,7 +106,8 @@ def _converted(kind: Any, value: Any, key: str) -> Any:
     for choice in options(kind, Literal):
         if original in get_args(choice):
             return original
-        raise ConfigError(f"{key}: expected one of {', '.join(get_args(choice))}; got {original!r}")
+        if kind is choice:
+            raise ConfigError(f"{key}: expected one of {', '.join(get_args(choice))}; got {original!r}")
     if value is None and options(kind, type(None)):
         return None
     if options(kind, bool) and isinstance(value, bool):
@@ -138,4 +139,5 @@ def _as_tuple(kind: Any, original: Any, value: Any, key: str) -> Any:
 def _described(kind: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none", dict: "{}"}
     alternatives = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return " or ".join(names.get(option, str(option)) for option in alternatives)
+    words = [get_args(option) if get_origin(option) is Literal else (names.get(option),) for option in alternatives]
+    return " or ".join(str(word or option) for option, some in zip(alternatives, words, strict=True) for word in some)
