@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,14 +48,15 @@ def of_moments(channels: int, kernel: int, scale: str, dtype: torch.dtype) -> li
 
 
 def of_roots(width: int) -> list[Any]:
-    """The launches of D and of its adjoint."""
+    """The launches of D and of its adjoint, as a quartic and by Newton steps."""
     from ndpp.kernels import triton_launch, triton_root
 
     cov, one = torch.eye(width)[None], torch.ones(())
     stats, plan = Moments(one, cov[:, 0], cov, one), plan_of(width, 1, "none", width)
     triton_launch.recorded = []
-    triton_root.root(stats, plan)
-    triton_root.root_adjoint(stats, cov, cov, plan)
+    for each in (replace(plan, solver="quartic"), replace(plan, solver="newton")):
+        triton_root.root(stats, each)
+        triton_root.root_adjoint(stats, cov, cov, each)
     taken, triton_launch.recorded = triton_launch.recorded, None
     return taken
 
@@ -78,7 +80,9 @@ def main(options: argparse.Namespace) -> None:
     for name, shape in SHAPES.items():
         for dtype in (torch.bfloat16, torch.float32):
             cases += [(f"{name}, {str(dtype).split('.')[1]}", started) for started in of_moments(*shape, dtype)]
-    cases += [(f"{width} features", started) for width in WIDTHS for started in of_roots(width)]
+    for width in WIDTHS:
+        words = {True: "quartic", False: "newton"}
+        cases += [(f"{width} features, {words[one.arguments['QUARTIC']]}", one) for one in of_roots(width)]
     cases += [("64 features", started) for started in of_observing(64)]
     rows = []
     for name, started in cases:

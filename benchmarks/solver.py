@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndpp.whitening import inverse_sqrt
+from ndpp.roots import inverse_sqrt
 
 from . import timing
 from .guard import begin

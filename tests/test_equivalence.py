@@ -10,11 +10,12 @@ from oracles import as_rows, layer_output
 
 VARIANTS = {
     "newton-shared": Settings(rows=None, shared=True, solver="newton", steps=3, eps=1e-3),
+    "quartic-own": Settings(rows=None, shared=False, solver="quartic", steps=3, eps=1e-4),
     "newton-own": Settings(rows=None, shared=False, solver="newton", steps=5, eps=1e-5, shrinkage=0.05),
     "eigh-own": Settings(rows=None, shared=False, solver="eigh", eps=1e-2),
     "l1": Settings(rows=None, shared=True, scale="l1", eps=1e-3),
-    "rms": Settings(rows=None, scale="rms", eps=1e-3, steps=2),
-    "std": Settings(rows=None, shared=False, scale="std", eps=1e-3, steps=2),
+    "rms": Settings(rows=None, scale="rms", solver="newton", eps=1e-3, steps=2),
+    "std": Settings(rows=None, shared=False, scale="std", solver="newton", eps=1e-3, steps=2),
     "standardize": Settings(rows=None, shared=True, scale="standardize", eps=1e-3),
 }
 

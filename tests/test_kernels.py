@@ -208,7 +208,7 @@ def some_moments(blocks: int, f: int, last: int = 0, device: str = "cpu") -> tup
 ROOTS = [(1, 1, 0), (2, 5, 0), (3, 48, 0), (3, 64, 7), (2, 65, 0), (1, 128, 0)]
 
 
-@pytest.mark.parametrize("solver", ["newton", "minimax"])
+@pytest.mark.parametrize("solver", ["quartic", "newton", "minimax"])
 @pytest.mark.parametrize(("blocks", "f", "last"), ROOTS[:4])
 def test_root_adjoint(blocks: int, f: int, last: int, solver: str) -> None:
     """Against autograd through the iteration as the method writes it."""
@@ -289,7 +289,7 @@ class poisoned:
 
 
 @on_device
-@pytest.mark.parametrize("solver", ["newton", "minimax"])
+@pytest.mark.parametrize("solver", ["quartic", "newton", "minimax"])
 @pytest.mark.parametrize(("blocks", "f", "last"), ROOTS)
 def test_kernel_of_root(blocks: int, f: int, last: int, solver: str, device: str) -> None:
     stats, plan = some_moments(blocks, f, last, device)

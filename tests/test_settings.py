@@ -44,7 +44,9 @@ def test_frozen_keyword_only_hashable_and_copyable() -> None:
 
 def test_repr_shows_what_differs() -> None:
     assert repr(Settings()) == "Settings()"
-    assert repr(Settings.paper()) == "Settings(features=None, shared=True, steps=5, rows=None, stride=3)"
+    assert (
+        repr(Settings.paper()) == "Settings(features=None, shared=True, solver='newton', steps=5, rows=None, stride=3)"
+    )
     assert repr(Settings(scale="std", freeze=True)) == "Settings(scale='std', freeze=True)"
     assert eval(repr(Settings.paper())) == Settings.paper()
 
@@ -54,7 +56,7 @@ def test_repr_shows_what_differs() -> None:
     [
         ({"scale": "l2"}, "scale must be one of 'none', 'l1', 'rms', 'std', 'standardize'; got 'l2'"),
         ({"scale": ["l1"]}, "scale must be one of"),
-        ({"solver": "cholesky"}, "solver must be one of 'newton', 'minimax', 'eigh'"),
+        ({"solver": "cholesky"}, "solver must be one of 'quartic', 'newton', 'minimax', 'eigh'"),
         ({"nonfinite": "ignore"}, "nonfinite must be one of"),
         ({"block": 0}, "block must be None or an integer of at least 1; got 0"),
         ({"block": 6.5}, "block must be"),
@@ -62,7 +64,8 @@ def test_repr_shows_what_differs() -> None:
         ({"rows": True}, "rows must be"),
         ({"stride": 0, "rows": None}, "stride must be"),
         ({"stride": 3, "rows": 64}, "two ways to sample"),
-        ({"steps": 0}, "steps must be an integer from 1 to 50"),
+        ({"steps": 0}, "steps must be an integer from 1 to 5 for solver='quartic'"),
+        ({"steps": 51, "solver": "newton"}, "steps must be an integer from 1 to 50"),
         ({"steps": 2.0}, "steps must be"),
         ({"eps": -1e-5}, "eps must be a finite number of at least 0"),
         ({"eps": float("nan")}, "eps must be"),

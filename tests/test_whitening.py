@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from ndpp import roots
 from ndpp import whitening as w
 from ndpp.whitening import Moments
 from oracles import covariance, inverse_sqrt
@@ -140,11 +141,11 @@ def test_phases_assemble_to_the_matrix_with_its_zeros() -> None:
 # --- D ---
 
 
-@pytest.mark.parametrize("solver", ["newton", "minimax", "eigh"])
+@pytest.mark.parametrize("solver", ["quartic", "newton", "minimax", "eigh"])
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_inverse_sqrt_gradient_is_that_of_what_was_computed(solver: str, steps: int) -> None:
     def root(a: Tensor) -> Tensor:
-        return w.inverse_sqrt((a + a.mT) / 2, solver=solver, steps=steps)
+        return roots.inverse_sqrt((a + a.mT) / 2, solver=solver, steps=steps)
 
     a = spd().requires_grad_()
     assert gradcheck(root, (a,))
@@ -156,14 +157,44 @@ def test_newton_is_the_iteration_of_the_method() -> None:
     a = spd(1, 6, 1000.0)
     for steps in (1, 2, 5, 9):
         torch.testing.assert_close(
-            w.inverse_sqrt(a, solver="newton", steps=steps)[0], inverse_sqrt(a[0], "newton", steps)
+            roots.inverse_sqrt(a, solver="newton", steps=steps)[0], inverse_sqrt(a[0], "newton", steps)
         )
 
 
+@pytest.mark.parametrize(("steps", "error"), [(3, 0.0053), (4, 0.047), (5, 0.145)])
+def test_no_quartic_is_closer_to_newton(steps: int, error: float) -> None:
+    """Its relative error is equally large at six points, with alternating signs: Chebyshev's criterion for the best."""
+    grid = torch.linspace(0, 1, 100001, dtype=torch.float64)
+    newton, m = torch.ones_like(grid), grid
+    for _ in range(steps):
+        t = (3 - m) / 2
+        newton, m = newton * t, t * t * m
+    quartic = sum(c * grid**power for power, c in enumerate(roots.quartic_coefficients(steps)))
+    off = quartic / newton - 1
+    signs = off.sign()
+    changes = (signs[1:] != signs[:-1]).nonzero().flatten() + 1
+    peaks = [part.abs().max() for part in off.tensor_split(changes)]
+    assert len(peaks) == 6
+    assert max(peaks) < error
+    torch.testing.assert_close(torch.stack(peaks), peaks[0].expand(6), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_few_newton_steps_are_a_quartic(steps: int) -> None:
+    a = spd(2, 6, 1000.0)
+    newton, quartic = (roots.inverse_sqrt(a, solver=name, steps=steps) for name in ("newton", "quartic"))
+    torch.testing.assert_close(quartic, newton)
+
+
+def test_quartic_is_its_polynomial() -> None:
+    a = spd(1, 300, 1000.0)  # large enough that half of a product is copied
+    torch.testing.assert_close(roots.inverse_sqrt(a, solver="quartic", steps=3)[0], inverse_sqrt(a[0], "quartic", 3))
+
+
 def test_products_per_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """11 matrix products for 5 steps, not 15."""
+    """11 matrix products for 5 steps, not 15; 2 for their quartic."""
     count = 0
-    original = w.symmetric_product
+    original = roots.symmetric_product
 
     def counting(*pairs: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         nonlocal count
@@ -171,9 +202,11 @@ def test_products_per_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*pairs, **kwargs)
 
     a = spd()
-    monkeypatch.setattr(w, "symmetric_product", counting)
-    w.inverse_sqrt(a, solver="newton", steps=5)
+    monkeypatch.setattr(roots, "symmetric_product", counting)
+    roots.inverse_sqrt(a, solver="newton", steps=5)
     assert count == 11
+    roots.inverse_sqrt(a, solver="quartic", steps=5)
+    assert count == 13
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e3, 1e4])
@@ -182,7 +215,7 @@ def test_minimax_beats_newton_at_equal_products(condition: float) -> None:
     eye = torch.eye(32, dtype=a.dtype)
 
     def error(solver: str) -> float:
-        d = w.inverse_sqrt(a, solver=solver, steps=5)[0]
+        d = roots.inverse_sqrt(a, solver=solver, steps=5)[0]
         return float((d @ a[0] @ d - eye).norm() / 32**0.5)
 
     assert error("minimax") < 0.6 * error("newton")
@@ -193,7 +226,7 @@ def test_minimax_keeps_its_promise(steps: int) -> None:
     """Every eigenvalue from some ℓ to 1 ends within 1% of 1, and ℓ falls with the steps."""
     sigma = torch.logspace(-8, 0, 20000, dtype=torch.float64)
     out = sigma.clone()
-    for alpha, beta in w.minimax_coefficients(steps):
+    for alpha, beta in roots.minimax_coefficients(steps):
         out = out * (alpha + beta * out.square())
     inside = (out - 1).abs() <= 0.0101
     covered = sigma[~inside].max() if (~inside).any() else sigma[0]
@@ -204,7 +237,7 @@ def test_minimax_keeps_its_promise(steps: int) -> None:
 
 def test_newton_amplifies_at_most_by_its_truncation() -> None:
     a = torch.diag(torch.tensor([1.0, 1e-12, 1e-14])).double()[None]
-    d = w.inverse_sqrt(a, solver="newton", steps=5)[0]
+    d = roots.inverse_sqrt(a, solver="newton", steps=5)[0]
     assert d[1, 1] == pytest.approx(1.5**5, rel=1e-4)
 
 
@@ -220,7 +253,7 @@ def test_degenerate_matrices_have_finite_roots_and_gradients(solver: str, kind: 
         "huge": torch.diag(v.square()) * 1e36,
         "tiny": torch.diag(v.square()) * 1e-20,
     }[kind][None].requires_grad_()
-    d = w.inverse_sqrt(a, solver=solver, steps=4)
+    d = roots.inverse_sqrt(a, solver=solver, steps=4)
     (d * torch.linspace(-1, 1, 9).reshape(3, 3)).sum().backward()
     assert torch.isfinite(d).all()
     assert torch.isfinite(a.grad).all()
@@ -232,14 +265,14 @@ def test_eigh_gradient_at_equal_eigenvalues() -> None:
     """d/dt (I + tE)^(-1/2) = -E/2 at t = 0, in every direction."""
     a = torch.eye(4, dtype=torch.float64)[None].requires_grad_()
     cotangent = torch.randn(1, 4, 4, dtype=torch.float64)
-    (w.inverse_sqrt(a, solver="eigh", steps=1) * cotangent).sum().backward()
+    (roots.inverse_sqrt(a, solver="eigh", steps=1) * cotangent).sum().backward()
     torch.testing.assert_close(a.grad, -(cotangent + cotangent.mT) / 4)
 
 
 def test_eigh_is_a_pseudo_inverse_root() -> None:
     basis = torch.randn(5, 3, dtype=torch.float64)
     a = (basis @ basis.t())[None]
-    d = w.inverse_sqrt(a, solver="eigh", steps=1)
+    d = roots.inverse_sqrt(a, solver="eigh", steps=1)
     torch.testing.assert_close(d @ d, torch.linalg.pinv(a, rtol=1e-12))
 
 
@@ -250,7 +283,7 @@ def test_regularise_follows_the_units(eps: float, shrinkage: float) -> None:
     cov[1, 3:] = 0
     cov[1, :, 3:] = 0
     unit = torch.tensor(8.0, dtype=torch.float64)
-    a = w.regularise(cov / unit**2, unit, eps=eps, shrinkage=shrinkage, widths=torch.tensor([4, 3])) * unit**2
+    a = roots.regularise(cov / unit**2, unit, eps=eps, shrinkage=shrinkage, widths=torch.tensor([4, 3])) * unit**2
     for g, f in enumerate((4, 3)):
         ridge = eps + shrinkage * cov[g].trace() / f
         inside = torch.diag((torch.arange(4) < f).double())
@@ -264,9 +297,9 @@ def test_regularise_and_decorrelate_gradients() -> None:
     def root(rows: Tensor) -> Tensor:
         mean, cov = w.moments(rows)
         stats = Moments(unit * 9, mean, cov, unit)
-        return w.decorrelate(stats, solver="newton", steps=4, eps=1e-3, shrinkage=0.1, widths=widths)
+        return roots.decorrelate(stats, solver="newton", steps=4, eps=1e-3, shrinkage=0.1, widths=widths)
 
-    assert gradcheck(lambda cov: w.regularise(cov, unit, eps=1e-3, shrinkage=0.1, widths=widths), (rand(2, 4, 4),))
+    assert gradcheck(lambda cov: roots.regularise(cov, unit, eps=1e-3, shrinkage=0.1, widths=widths), (rand(2, 4, 4),))
     assert gradcheck(root, (rows,))
 
 
@@ -279,7 +312,7 @@ def test_fold_gradient() -> None:
 def test_padding_of_a_smaller_block_does_not_touch_it() -> None:
     a = spd(1, 5)
     padded: Any = torch.nn.functional.pad(a, (0, 2, 0, 2))
-    for solver in ("newton", "minimax", "eigh"):
-        d = w.inverse_sqrt(padded, solver=solver, steps=4)
-        torch.testing.assert_close(d[:, :5, :5], w.inverse_sqrt(a, solver=solver, steps=4))
+    for solver in ("quartic", "newton", "minimax", "eigh"):
+        d = roots.inverse_sqrt(padded, solver=solver, steps=4)
+        torch.testing.assert_close(d[:, :5, :5], roots.inverse_sqrt(a, solver=solver, steps=4))
         assert (d[:, :5, 5:] == 0).all()

@@ -1,4 +1,4 @@
-"""Gradients of `whitening` by hand, for the path that does not record a graph: each is the adjoint of one function.
+"""Gradients of `whitening` and `roots` by hand, for the path that does not record a graph.
 
 Differentiating the functions themselves gives the same numbers, and is what the tests compare with.
 """
@@ -11,15 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .whitening import (
+from .roots import (
     EighRoot,
     frobenius,
     last_steps,
     newton_coefficients,
     plus_identity,
+    quartic_coefficients,
+    quartic_parts,
     symmetric_product,
-    variance_floor,
 )
+from .whitening import variance_floor
 
 
 def fold_adjoint(
@@ -83,15 +85,27 @@ def inverse_sqrt_adjoint(
         return EighRoot.adjoint(inverse, eigenvalues, vectors, grad)
     norm, present = frobenius(a, in_unit)
     m = a / norm
-    dx = _newton_derivative(m, grad * norm.rsqrt(), newton_coefficients(solver, steps))
+    dm = grad * norm.rsqrt()
+    if solver == "quartic":
+        dx = _quartic_derivative(m, dm, quartic_coefficients(steps))
+    else:
+        dx = _newton_derivative(m, dm, newton_coefficients(solver, steps))
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
     along = -(dx * m).sum((-2, -1), keepdim=True) - (grad * root).sum((-2, -1), keepdim=True) / 2
     back = torch.addcmul(dx, m, along) / norm
     return back if present is None else torch.where(present, back, 0.0)
 
 
+def _quartic_derivative(m: Tensor, dm: Tensor, c: Sequence[float]) -> Tensor:
+    """dX of `roots._quartic`: four products, one of which is computed again."""
+    s, r = quartic_parts(m, c)
+    ds = _of_square(m, dm, 0.0, 1.0)
+    dr = torch.add(c[3] * dm, ds, alpha=c[4])
+    return symmetric_product((ds, r), (s, dr), plus=torch.add(c[1] * dm, ds, alpha=c[2]))
+
+
 def _newton_derivative(m: Tensor, dm: Tensor, coefficients: Sequence[tuple[float, float]]) -> Tensor:
-    """dX of `whitening._coupled_newton`, step by step beside it: 4, 12, 20 products for 2, 3, 4 steps."""
+    """dX of `roots._coupled_newton`, step by step beside it: 4, 12, 20 products for 2, 3, 4 steps."""
     if len(coefficients) == 1:
         return coefficients[0][1] * dm
     start, d_start, x, dx = m, dm, None, None

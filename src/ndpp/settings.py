@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Scale = Literal["none", "l1", "rms", "std", "standardize"]
-Solver = Literal["newton", "minimax", "eigh"]
+Solver = Literal["quartic", "newton", "minimax", "eigh"]
 NonFinite = Literal["skip", "raise"]
 Auto = Literal["auto"]
 
@@ -40,9 +40,11 @@ class Settings:
             channels of a 3×3 kernel. Products of blocks cost the cube of their columns. None = no limit, as the paper.
         shared: one D for all blocks of a layer, which are stacked as extra rows (the paper), or one D per block. A
             smaller last block always has its own.
-        solver: ``"newton"`` (coupled inverse Newton, truncated after ``steps``), ``"minimax"`` (the same products with
-            the best coefficients for ``steps``) or ``"eigh"`` (exact; directions of no variance are dropped).
-        steps: iterations of newton and minimax; eigh ignores it.
+        solver: ``"newton"`` (coupled inverse Newton, truncated after ``steps``), ``"quartic"`` (the polynomial of
+            degree four closest to that: two products in place of five for three steps, and within 0.5% of them),
+            ``"minimax"`` (the same products as newton with the best coefficients for ``steps``) or ``"eigh"`` (exact;
+            directions of no variance are dropped).
+        steps: iterations of newton and minimax, and of newton that quartic follows (5 at most); eigh ignores it.
         eps: ε, added to the diagonal of Cov as it is.
         shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
         rows: at most this many output positions enter the statistics, drawn anew each call; None = every position.
@@ -66,7 +68,7 @@ class Settings:
     block: int | None = None
     features: int | None = 288
     shared: bool = False
-    solver: Solver = "newton"
+    solver: Solver = "quartic"
     steps: int = 3
     eps: float = 1e-5
     shrinkage: float = 0.0
@@ -86,7 +88,9 @@ class Settings:
             value, words = getattr(self, name), ", 'auto'" if name == "rows" else ""
             fits = value is None or (_is_int(value) and value >= 1) or (name == "rows" and value == "auto")
             self._require(name, fits, f"None{words} or an integer of at least 1")
-        self._require("steps", _is_int(self.steps) and 1 <= self.steps <= 50, "an integer from 1 to 50")
+        most = 5 if self.solver == "quartic" else 50
+        words = f"an integer from 1 to {most} for solver={self.solver!r}"
+        self._require("steps", _is_int(self.steps) and 1 <= self.steps <= most, words)
         for name in ("eps", "shrinkage", "scale_eps"):
             value = getattr(self, name)
             self._require(name, _is_number(value) and 0 <= value < float("inf"), "a finite number of at least 0")

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import adjoints, whitening
+from .. import adjoints, roots, whitening
 from ..geometry import Layout, Phase, grouped, ungrouped
 from ..keeping import known, readable
+from ..roots import symmetric_product
 from ..rows import Places, add_, every_pixel, gather, is_whole, locate
 from ..sampling import Sample, choose, lattice
-from ..whitening import Moments, symmetric_product
+from ..whitening import Moments
 
 LARGE = 2.0**48  # rows of this magnitude, or below its inverse, are brought to their unit before they are squared
 
@@ -253,7 +254,7 @@ def root(stats: Moments, plan: Plan) -> Tensor:
     options: Any = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
     seen = known(stats.rows > 0)
     if seen is not False:
-        d = whitening.decorrelate(stats, solver=plan.solver, steps=plan.steps, **options)
+        d = roots.decorrelate(stats, solver=plan.solver, steps=plan.steps, **options)
         if seen:
             return d
     identity = torch.eye(stats.cov.shape[-1], dtype=stats.cov.dtype, device=stats.cov.device) * stats.unit
@@ -263,7 +264,7 @@ def root(stats: Moments, plan: Plan) -> Tensor:
 def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
     """The gradient of Cov from that of D, which `root` has made of these moments."""
     widths = plan.layout.feature_counts(stats.cov.device)
-    a = whitening.regularise(stats.cov, stats.unit, eps=plan.eps, shrinkage=plan.shrinkage, widths=widths)
+    a = roots.regularise(stats.cov, stats.unit, eps=plan.eps, shrinkage=plan.shrinkage, widths=widths)
     back = adjoints.inverse_sqrt_adjoint(a, d, grad, solver=plan.solver, steps=plan.steps, in_unit=True)
     return adjoints.regularise_adjoint(back, shrinkage=plan.shrinkage, widths=widths)
 

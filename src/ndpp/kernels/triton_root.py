@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..whitening import Moments, newton_coefficients
+from ..roots import newton_coefficients, quartic_coefficients
+from ..whitening import Moments
 from . import triton_launch
 from .plain import Plan
 
@@ -57,9 +58,16 @@ def _update(out, old, alpha, beta, a, b, c, d, F: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
+def _sum(out, alpha, a, beta, b, F: tl.constexpr):
+    """out = α·a + β·b, all F×F in memory."""
+    at = tl.arange(0, F)[:, None] * F + tl.arange(0, F)[None, :]
+    tl.store(out + at, alpha * tl.load(a + at) + beta * tl.load(b + at))
+
+
+@triton.jit
 def _root(
     out, scratch, cov, rows, unit, root_eps, shrinkage, f, first_last, last_width,
-    COEFFICIENTS: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, QUARTIC: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
     F: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -72,15 +80,26 @@ def _root(
     p, m_new, x, x_new = m + F * F, m + 2 * F * F, m + 3 * F * F, m + 4 * F * F
     at = i * F + j
     tl.store(m + at, a / norm)
-    tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
-    tl.debug_barrier()
-    for step in tl.static_range(1, STEPS):
-        alpha, beta = COEFFICIENTS[step - 1][0], COEFFICIENTS[step - 1][1]
-        _update(p, m, alpha, beta, m, m, None, None, F, T, PRECISION)
-        _update(m_new, p, alpha, beta, m, p, None, None, F, T, PRECISION)
-        _update(x_new, x, COEFFICIENTS[step][0], COEFFICIENTS[step][1], x, m_new, None, None, F, T, PRECISION)
-        m, m_new, x, x_new = m_new, m, x_new, x
-    d = tl.load(x + at) * tl.where(present, tl.div_rn(1.0, tl.sqrt_rn(norm)), 0.0)
+    if QUARTIC:
+        tl.debug_barrier()
+        _update(p, m, 0.0, 1.0, m, m, None, None, F, T, PRECISION)  # M²
+        _sum(m_new, COEFFICIENTS[3], m, COEFFICIENTS[4], p, F)
+        _sum(x_new, COEFFICIENTS[1], m, COEFFICIENTS[2], p, F)
+        tl.debug_barrier()
+        _update(x, x_new, 1.0, 1.0, p, m_new, None, None, F, T, PRECISION)
+    else:
+        tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
+        tl.debug_barrier()
+        for step in tl.static_range(1, STEPS):
+            alpha, beta = COEFFICIENTS[step - 1][0], COEFFICIENTS[step - 1][1]
+            _update(p, m, alpha, beta, m, m, None, None, F, T, PRECISION)
+            _update(m_new, p, alpha, beta, m, p, None, None, F, T, PRECISION)
+            _update(x_new, x, COEFFICIENTS[step][0], COEFFICIENTS[step][1], x, m_new, None, None, F, T, PRECISION)
+            m, m_new, x, x_new = m_new, m, x_new, x
+    d = tl.load(x + at)
+    if QUARTIC:
+        d += tl.where(i == j, COEFFICIENTS[0], 0.0)
+    d = d * tl.where(present, tl.div_rn(1.0, tl.sqrt_rn(norm)), 0.0)
     d = tl.where(tl.load(rows) > 0, d, tl.where(i == j, u, 0.0))
     tl.store(out + block * f * f + i * f + j, d, (i < f) & (j < f))
 
@@ -96,7 +115,7 @@ def _symmetric(grad, block, f, F: tl.constexpr):
 @triton.jit
 def _root_adjoint(
     out, scratch, grad, root, cov, unit, root_eps, shrinkage, f, first_last, last_width,
-    COEFFICIENTS: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, QUARTIC: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
     F: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The iteration on (M, dM) side by side, with the gradient in the place of dM."""
@@ -112,22 +131,32 @@ def _root_adjoint(
     dm, dp, dm_new, dx, dx_new = m + 5 * F * F, p + 5 * F * F, m_new + 5 * F * F, x + 5 * F * F, x_new + 5 * F * F
     g = _symmetric(grad, block, f, F) * scale
     tl.store(m + at, a / norm)
-    tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
     tl.store(dm + at, g)
-    tl.store(dx + at, COEFFICIENTS[0][1] * g)
-    tl.debug_barrier()
-    for step in tl.static_range(1, STEPS):
-        alpha, beta = COEFFICIENTS[step - 1][0], COEFFICIENTS[step - 1][1]
-        _update(p, m, alpha, beta, m, m, None, None, F, T, PRECISION)
-        _update(dp, dm, alpha, beta, m, dm, dm, m, F, T, PRECISION)
-        _update(m_new, p, alpha, beta, m, p, None, None, F, T, PRECISION)
-        _update(dm_new, dp, alpha, beta, dm, p, m, dp, F, T, PRECISION)
-        alpha, beta = COEFFICIENTS[step][0], COEFFICIENTS[step][1]
-        _update(dx_new, dx, alpha, beta, dx, m_new, x, dm_new, F, T, PRECISION)
-        if step + 1 < STEPS:
-            _update(x_new, x, alpha, beta, x, m_new, None, None, F, T, PRECISION)
-        m, m_new, x, x_new = m_new, m, x_new, x
-        dm, dm_new, dx, dx_new = dm_new, dm, dx_new, dx
+    if QUARTIC:
+        tl.debug_barrier()
+        _update(p, m, 0.0, 1.0, m, m, None, None, F, T, PRECISION)  # M²
+        _update(dp, dm, 0.0, 1.0, m, dm, dm, m, F, T, PRECISION)
+        _sum(m_new, COEFFICIENTS[3], m, COEFFICIENTS[4], p, F)
+        _sum(dm_new, COEFFICIENTS[3], dm, COEFFICIENTS[4], dp, F)
+        _sum(dx_new, COEFFICIENTS[1], dm, COEFFICIENTS[2], dp, F)
+        tl.debug_barrier()
+        _update(dx, dx_new, 1.0, 1.0, dp, m_new, p, dm_new, F, T, PRECISION)
+    else:
+        tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
+        tl.store(dx + at, COEFFICIENTS[0][1] * g)
+        tl.debug_barrier()
+        for step in tl.static_range(1, STEPS):
+            alpha, beta = COEFFICIENTS[step - 1][0], COEFFICIENTS[step - 1][1]
+            _update(p, m, alpha, beta, m, m, None, None, F, T, PRECISION)
+            _update(dp, dm, alpha, beta, m, dm, dm, m, F, T, PRECISION)
+            _update(m_new, p, alpha, beta, m, p, None, None, F, T, PRECISION)
+            _update(dm_new, dp, alpha, beta, dm, p, m, dp, F, T, PRECISION)
+            alpha, beta = COEFFICIENTS[step][0], COEFFICIENTS[step][1]
+            _update(dx_new, dx, alpha, beta, dx, m_new, x, dm_new, F, T, PRECISION)
+            if step + 1 < STEPS:
+                _update(x_new, x, alpha, beta, x, m_new, None, None, F, T, PRECISION)
+            m, m_new, x, x_new = m_new, m, x_new, x
+            dm, dm_new, dx, dx_new = dm_new, dm, dx_new, dx
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well. A and the gradient are read again: held since the
     # start they would have cost their registers.
     d = tl.load(root + block * f * f + i * f + j, (i < f) & (j < f), 0.0)
@@ -156,7 +185,7 @@ def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
 
 def _start(kernel, matrices: int, out: Tensor, stats: Moments, plan: Plan, **more: Tensor) -> None:
     g, f = out.shape[:2]
-    size = max(triton.next_power_of_2(f), 16)
+    size, quartic = max(triton.next_power_of_2(f), 16), plan.solver == "quartic"
     triton_launch.launch(
         kernel,
         (g,),
@@ -172,7 +201,8 @@ def _start(kernel, matrices: int, out: Tensor, stats: Moments, plan: Plan, **mor
         f=f,
         first_last=plan.layout.widths[0][0],  # blocks from this one on have the width of the last part
         last_width=plan.layout.widths[-1][1],
-        COEFFICIENTS=newton_coefficients(plan.solver, plan.steps),
+        COEFFICIENTS=quartic_coefficients(plan.steps) if quartic else newton_coefficients(plan.solver, plan.steps),
+        QUARTIC=quartic,
         STEPS=plan.steps,
         SMALLEST=SMALLEST_RIDGE,
         F=size,
