@@ -18,7 +18,7 @@ from .geometry import Phase, whole_numbers
 from .keeping import kept
 
 ROWS_PER_FEATURE, FEWEST_ROWS, MOST_ROWS = 16, 1024, 4096
-SCALE_VALUES, FEWEST_POSITIONS = 1 << 16, 64
+SCALE_VALUES, FEWEST_POSITIONS = 1 << 15, 64
 BITS = 24  # of an offset within a cell of the grid
 # From one sample to the next, the offset of an axis moves on by these parts of a cell, whose multiples fill it evenly
 # (a Kronecker sequence): the golden ratio for the samples themselves, then those that do so for two axes together.

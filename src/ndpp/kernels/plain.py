@@ -200,7 +200,10 @@ def _rows(
     places = None if whole else locate(view.phase, sample, plan.padding_mode, x.device)
     values = every_pixel(x) if places is None else gather(x, places)
     values = values.to(whitening.statistics_dtype(x.dtype))
-    return (values if gain is None else values * _row_gain(gain, sample, places, plan)), sample, places
+    if gain is not None:
+        own = _row_gain(gain, sample, places, plan)
+        values = values * own if places is None else values.mul_(own)
+    return values, sample, places
 
 
 def _add_rows_(grad: Tensor, rows: Tensor, places: Places | None) -> None:
