@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .geometry import Axis, Phase, progression, whole_numbers
+from .keeping import readable
 from .sampling import Sample
 
 
@@ -91,33 +92,44 @@ def gather(x: Tensor, places: Places) -> Tensor:
     samples = batch if places.samples is None else len(places.samples)
     if flat.stride(1) == 1 or torch.are_deterministic_algorithms_enabled():
         pixels = flat.mT.reshape(-1, channels).index_select(0, _pixels(places, batch, flat.shape[2]))
-        values = pixels.reshape(samples, each, taps, channels)
         if places.outside is not None:
-            values = values.masked_fill_(places.outside[..., None], 0.0)
-        return values.reshape(-1, taps, channels).transpose(1, 2)
+            pixels = _zero_(pixels, places.outside.expand(samples, each, taps).flatten(), 0)
+        return pixels.reshape(-1, taps, channels).transpose(1, 2)
     flat = flat if places.samples is None else flat.index_select(0, places.samples)
     by_channel = flat.transpose(0, 1)[:, None].expand(channels, taps, samples, -1)
-    values = by_channel.gather(3, places.at.permute(2, 0, 1).expand(channels, taps, samples, each))
+    values = by_channel.gather(3, places.at.permute(2, 0, 1).expand(channels, taps, samples, each)).flatten(1)
     if places.outside is not None:
-        values = values.masked_fill_(places.outside.permute(2, 0, 1), 0.0)
+        values = _zero_(values, places.outside.expand(samples, each, taps).permute(2, 0, 1).flatten(), 1)
     return values.reshape(channels, taps, -1).permute(2, 0, 1)
 
 
+def _zero_(values: Tensor, where: Tensor, dim: int) -> Tensor:
+    """Zeros at the places of one axis: on a CPU at these alone, elsewhere without asking for their number."""
+    if readable(where):
+        return values.index_fill_(dim, where.nonzero().flatten(), 0.0)
+    return values.masked_fill_(where[:, None] if dim == 0 else where, 0.0)
+
+
 def add_(grad: Tensor, rows: Tensor, places: Places) -> None:
-    """The adjoint of `gather`, added in place to the gradient of its input: only the places of the rows are touched."""
+    """The adjoint of `gather`, added in place to the gradient of its input: only the places of the rows are touched.
+
+    rows: (n, channels, taps), or with channels as several axes; they are overwritten.
+    """
     batch, channels = grad.shape[:2]
     each, taps = places.at.shape[1:]
     samples = batch if places.samples is None else len(places.samples)
-    values = rows.to(grad.dtype).reshape(samples, each, channels, taps)
-    if places.outside is not None:
-        values = values.masked_fill(places.outside[:, :, None], 0.0)
+    values = rows.to(grad.dtype).unflatten(0, (samples, each))
     flat = grad.flatten(2) if grad.dim() > 2 else grad[:, :, None]
     in_place = flat.data_ptr() == grad.data_ptr()  # else the positions are no one axis of this gradient
     if in_place and flat.stride(1) != 1 and places.samples is None and not torch.are_deterministic_algorithms_enabled():
-        values = values.permute(0, 2, 1, 3).reshape(samples, channels, -1)
+        values = values.movedim(1, -2).reshape(samples, channels, -1)
+        if places.outside is not None:
+            values = values.masked_fill_(places.outside.flatten(1)[:, None], 0.0)
         flat.scatter_add_(2, places.at.flatten(1)[:, None].expand(samples, channels, -1), values)
         return
-    pixels, at = values.transpose(2, 3).reshape(-1, channels), _pixels(places, batch, flat.shape[2])
+    pixels, at = values.movedim(-1, 2).reshape(-1, channels), _pixels(places, batch, flat.shape[2])
+    if places.outside is not None:
+        pixels = _zero_(pixels, places.outside.expand(samples, each, taps).flatten(), 0)
     if in_place and flat.stride(1) == 1 and flat.stride(0) == flat.shape[2] * flat.stride(2):
         flat.mT.view(-1, channels).index_add_(0, at, pixels)
     else:

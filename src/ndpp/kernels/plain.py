@@ -172,23 +172,43 @@ def moments_adjoint_(
     for part, (own, f), rows in zip(plan.layout.parts, plan.layout.widths, plan.layout.stack(values), strict=True):
         at = slice(first, first + own)
         first += own
-        centred = rows / stats.unit - stats.mean[at, None, :f]
-        back = adjoints.moments_adjoint(centred, grad_mean[at, :f], grad_cov[at, :f, :f], rows.shape[1])
-        if known(stats.rows > 0) is None:  # where there was nothing to look at, there is nothing to add
-            back = torch.where(stats.rows > 0, back, 0.0)
+        back = _row_gradients(rows, grad_mean[at, :f], grad_cov[at, :f, :f], stats.mean[at, :f], stats)
         blocks = plan.layout.groups * part.blocks
-        back = back.reshape(n, blocks, f) if plan.layout.shared else back.transpose(0, 1)
-        parts.append(back.reshape(n, plan.layout.groups, part.stop - part.start, -1))
-    rows = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(values.shape) / stats.unit
+        back = back.reshape(n, blocks, -1, plan.layout.taps) if plan.layout.shared else _by_row(back, plan)
+        parts.append(back if len(plan.layout.parts) == 1 else back.reshape(n, plan.layout.groups, -1, back.shape[-1]))
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     if gain is None:
         _add_rows_(grad, rows, places)
         return None
+    rows = rows.reshape(values.shape)
     of_rows = _row_gain(gain, sample, places, plan)
     _add_rows_(grad, rows * of_rows, places)
     # values = x·gain: where the gain is zero so are the values, whatever they were
     inverse = torch.where(of_rows > 0, 1.0 / torch.where(of_rows > 0, of_rows, 1.0), 0.0)
     of_gain = (rows * values * inverse).sum((1, 2))
     return _gain_adjoint(gain, of_gain, sample, places, plan)
+
+
+def _row_gradients(rows: Tensor, grad_mean: Tensor, grad_cov: Tensor, mean: Tensor, stats: Moments) -> Tensor:
+    """Of rows (g, n, f) as they are, from the gradients of mean and covariance in their unit u.
+
+    ((x/u - μ)·(G + Gᵀ) + h) / (n·u) = x·A + b, with A and b as small as the statistics: rows are read once.
+    """
+    n = rows.shape[1]
+    unit = float(stats.unit) if readable(stats.unit) else None
+    if unit is not None and 1 / LARGE < unit < LARGE:
+        a = (grad_cov + grad_cov.mT) * (1 / (n * unit * unit))
+        b = grad_mean[:, None] * (1 / (n * unit)) - (mean[:, None] * unit) @ a
+        return torch.baddbmm(b, rows, a)
+    back = adjoints.moments_adjoint(rows / stats.unit - mean[:, None], grad_mean, grad_cov, n)
+    if unit is None:  # where there was nothing to look at, there is nothing to add
+        back = torch.where(stats.rows > 0, back, 0.0)
+    return back / stats.unit
+
+
+def _by_row(back: Tensor, plan: Plan) -> Tensor:
+    """(n, blocks, channels, taps) of rows (blocks, n, f), without a copy."""
+    return back.unflatten(2, (-1, plan.layout.taps)).transpose(0, 1)
 
 
 def _rows(
