@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from .whitening import Moments, magnitude, reciprocal
 
-STRIPS = 4  # in which a symmetric product is computed on a CPU, 10 of its 16 parts,
-HALVED = 256  # if it has so many columns
+STRIPS = 4  # in which a symmetric product is computed on a CPU, 10 of its 16 parts, where that is worth the copies:
+HALVED, LARGE_PRODUCT = 512, 1 << 26  # if each entry sums so many terms, and there are so many terms in all
 
 
 def decorrelate(
@@ -237,8 +237,9 @@ def symmetric_product(
 ) -> Tensor:
     """share·plus + times·Σ a @ b (g, f, f), known to be symmetric: on a CPU half of a large one is copied."""
     a, b = pairs[0]
-    f = a.shape[1]
-    if f < HALVED or a.device.type != "cpu" or _recorded(a, b, plus):
+    f, terms = a.shape[1:]
+    small = terms < HALVED or a.shape[0] * f * f * terms < LARGE_PRODUCT
+    if small or a.device.type != "cpu" or _recorded(a, b, plus):
         return _products(pairs, plus, share, times)
     product = a.new_empty(a.shape[0], f, f)
     for start in range(0, f, -(-f // STRIPS)):
