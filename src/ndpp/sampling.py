@@ -17,7 +17,7 @@ from torch import Tensor
 from .geometry import Phase, whole_numbers
 from .keeping import kept
 
-ROWS_PER_FEATURE, FEWEST_ROWS, MOST_ROWS = 16, 1024, 4096
+ROWS_PER_FEATURE, FEWEST_ROWS, MOST_ROWS = 8, 512, 4096
 SCALE_VALUES, FEWEST_POSITIONS = 1 << 15, 64
 BITS = 24  # of an offset within a cell of the grid
 # From one sample to the next, the offset of an axis moves on by these parts of a cell, whose multiples fill it evenly

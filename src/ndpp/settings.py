@@ -48,7 +48,7 @@ class Settings:
         eps: ε, added to the diagonal of Cov as it is.
         shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
         rows: at most this many output positions enter the statistics, drawn anew each call; None = every position.
-            ``"auto"`` is 16 for each column of a block, from 1024 to 4096. A transposed convolution looks at one
+            ``"auto"`` is 8 for each column of a block, from 512 to 4096. A transposed convolution looks at one
             position of each phase at least. Ranks that share statistics share this number as well.
         stride: the paper's sampling: every stride-th position along each spatial axis of a convolution, in place of
             ``rows``.
