@@ -7,6 +7,7 @@ import argparse
 from . import (
     adoption,
     collectives,
+    counts,
     cpu_table,
     data,
     defaults,
@@ -31,6 +32,7 @@ COMMANDS = {
     "growth": growth,
     "cpu-table": cpu_table,
     "inference": inference,
+    "counts": counts,
     "kernels": kernels,
     "collectives": collectives,
     "scaling": scaling,

@@ -10,11 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import adoption, collectives, cpu_table, growth, inference, layer, runs, scaling, solver, step, sweep, targets
+from . import (
+    adoption,
+    collectives,
+    counts,
+    cpu_table,
+    growth,
+    inference,
+    layer,
+    runs,
+    scaling,
+    solver,
+    step,
+    sweep,
+    targets,
+)
 
 # By a key of their records.
 TABLES = {
     "aim": targets.table,
+    "counted": counts.table,
     "baseline": step.table,
     "added_ms": growth.table,
     "added_percent": cpu_table.table,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchvision
 from benchmarks import __main__ as commands
-from benchmarks import guard, layer, solver, step, summary, targets, timing, workloads
+from benchmarks import counts, guard, layer, solver, step, summary, targets, timing, workloads
 from torch import nn
 
 import ndpp
@@ -51,6 +51,24 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert record["kernels"] > 0
         for ending in ("json", "txt"):
             assert (tmp_path / f"resnet18-{record['variant']}-eager.{ending}").stat().st_size > 0
+
+
+def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one convolution by hand, and of a network in all."""
+    conv = ndpp.Conv2d(96, 10, 3, settings=ndpp.Settings(features=9 * 64, rows=100, solver="newton", steps=3))
+    found = counts.of_layer(conv, 1000, 2)  # a block of 64 channels, and one of 32
+    widths = [576, 288]
+    assert math.isclose(found["root"], sum((5 + 12) * 2 * f**3 for f in widths) / 1e12)
+    assert math.isclose(found["moments"], sum(1.5 * 2 * 100 * f**2 for f in widths) / 1e12)
+    assert math.isclose(found["fold"], sum(3 * 2 * f**2 * 10 for f in widths) / 1e12)
+    assert math.isclose(found["layers"], 3 * 2 * 1000 * 864 * 10 / 1e12)
+    parser = argparse.ArgumentParser()
+    counts.arguments(parser)
+    out = tmp_path / "counts.jsonl"
+    counts.main(parser.parse_args(["--model", "resnet18", "--batch", "2", "--variants", "nd", "--out", str(out)]))
+    printed = capsys.readouterr().out
+    summary.main(argparse.Namespace(files=[out], markdown=True))
+    assert capsys.readouterr().out == printed
 
 
 def test_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def add_(grad: Tensor, rows: Tensor, places: Places) -> None:
     batch, channels = grad.shape[:2]
     each, taps = places.at.shape[1:]
     samples = batch if places.samples is None else len(places.samples)
-    values = rows.to(grad.dtype).unflatten(0, (samples, each))
+    values = rows.to(grad.dtype).reshape(samples, each, *rows.shape[1:])
     flat = grad.flatten(2) if grad.dim() > 2 else grad[:, :, None]
     in_place = flat.data_ptr() == grad.data_ptr()  # else the positions are no one axis of this gradient
     if in_place and flat.stride(1) != 1 and places.samples is None and not torch.are_deterministic_algorithms_enabled():

@@ -208,7 +208,7 @@ def _row_gradients(rows: Tensor, grad_mean: Tensor, grad_cov: Tensor, mean: Tens
 
 def _by_row(back: Tensor, plan: Plan) -> Tensor:
     """(n, blocks, channels, taps) of rows (blocks, n, f), without a copy."""
-    return back.unflatten(2, (-1, plan.layout.taps)).transpose(0, 1)
+    return back.reshape(*back.shape[:2], -1, plan.layout.taps).transpose(0, 1)
 
 
 def _rows(
