@@ -105,7 +105,7 @@ def _quartic_derivative(m: Tensor, dm: Tensor, c: Sequence[float]) -> Tensor:
 
 
 def _newton_derivative(m: Tensor, dm: Tensor, coefficients: Sequence[tuple[float, float]]) -> Tensor:
-    """dX of `roots._coupled_newton`, step by step beside it: 4, 12, 20 products for 2, 3, 4 steps."""
+    """dX of `roots._coupled_newton`, step by step beside it: 5, 12, 20 products for 2, 3, 4 steps."""
     if len(coefficients) == 1:
         return coefficients[0][1] * dm
     start, d_start, x, dx = m, dm, None, None
