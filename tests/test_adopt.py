@@ -443,7 +443,9 @@ def test_a_head_of_zeros_hides_nothing(monkeypatch) -> None:
         ndpp.convert_(model, calibration=[torch.randn(64, 8)])
 
 
-@pytest.mark.parametrize("settings", [Settings(solver="minimax", steps=20), Settings(steps=40, eps=0)], ids=repr)
+@pytest.mark.parametrize(
+    "settings", [Settings(solver="minimax", steps=20), Settings(solver="newton", steps=40, eps=0)], ids=repr
+)
 def test_solvers_that_fail_are_noticed(settings: Settings) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
     x = torch.randn(32, 64)

@@ -106,7 +106,7 @@ def test_any_convolution(call: Any, block: int, shared: bool, scale: Any, rows: 
     if rows is None and x.numel() and scale in ("none", "l1"):
         layer, batched = built[0], x.detach() if x.dim() == n + 2 else x.detach()[None]
         want = layer_output(
-            layer, batched, layer.weight, layer.bias, block=block, shared=shared, solver="newton", steps=3,
+            layer, batched, layer.weight, layer.bias, block=block, shared=shared, solver="quartic", steps=3,
             eps=1e-2, shrinkage=0.0, scale=scale,
         )  # fmt: skip
         got = as_rows(layer, y if x.dim() == n + 2 else y[None])
@@ -185,7 +185,7 @@ def test_output_size_chooses_the_output() -> None:
         y = layer(x, output_size=size)
         assert list(y.shape[2:]) == size
         want = layer_output(
-            layer, x, layer.weight, layer.bias, block=64, shared=True, solver="newton", steps=layer.settings.steps,
+            layer, x, layer.weight, layer.bias, block=64, shared=True, solver="quartic", steps=3,
             eps=layer.settings.eps, shrinkage=layer.settings.shrinkage, output_size=size,
         )  # fmt: skip
         torch.testing.assert_close(as_rows(layer, y), want)

@@ -22,7 +22,7 @@ from ndpp import Settings
 from ndpp.__main__ import main
 from ndpp.conversion.surgery import match
 from ndpp.inspection import FEW_ROWS, Inspection, inspect
-from oracles import data_matrix
+from oracles import data_matrix, inverse_sqrt
 
 # --- the oracle: numpy and float64 ---
 
@@ -35,22 +35,18 @@ def spectrum(cov: np.ndarray, dead: int = 0) -> tuple[float, float, float]:
     return values[-1] / values[dead], rank, 1 - (np.diag(cov) ** 2).sum() / (cov**2).sum()
 
 
-def newton_root(a: np.ndarray, steps: int) -> np.ndarray:
-    norm, eye = np.linalg.norm(a), np.eye(len(a))
-    x, m = eye, a / norm
-    for _ in range(steps):
-        t = (3 * eye - m) / 2
-        x, m = x @ t, t @ t @ m
-    return x / math.sqrt(norm)
+def root(a: np.ndarray, solver: str = "quartic", steps: int = 3) -> np.ndarray:
+    found: np.ndarray = inverse_sqrt(torch.from_numpy(a), solver, steps).numpy()
+    return found
 
 
-def expected(blocks: list[Tensor], steps: int = 3, eps: float = 1e-5) -> dict[str, tuple[float, float]]:
+def expected(blocks: list[Tensor], eps: float = 1e-5, **how: Any) -> dict[str, tuple[float, float]]:
     """The numbers of a layer by the rows of its blocks, each (rows, features)."""
     before, after, widths = [], [], [block.shape[1] for block in blocks]
     for block in blocks:
         x = block.double().numpy()
         cov = np.cov(x, rowvar=False, bias=True).reshape(x.shape[1], x.shape[1])
-        d = newton_root(cov + eps * np.eye(len(cov)), steps)
+        d = root(cov + eps * np.eye(len(cov)), **how)
         before.append(spectrum(cov))
         after.append(spectrum(d @ cov @ d))
     found: dict[str, tuple[float, float]] = {}
@@ -84,12 +80,12 @@ def test_linear() -> None:
 
 def test_blocks_are_measured_apart_and_weighted_by_features() -> None:
     x = correlated(50, 7)
-    settings = Settings(block=3, steps=5, eps=1e-2)
+    settings = Settings(block=3, solver="newton", steps=5, eps=1e-2)
     (layer,) = inspect(nn.Linear(7, 3).double(), x, settings=settings).layers
-    check(layer, [x[:, :3], x[:, 3:6], x[:, 6:]], steps=5, eps=1e-2)
+    check(layer, [x[:, :3], x[:, 3:6], x[:, 6:]], solver="newton", steps=5, eps=1e-2)
     assert layer.blocks == "2×3 + 1×1"
     (shared,) = inspect(nn.Linear(6, 3).double(), x[:, :6], settings=settings.replace(shared=True)).layers
-    check(shared, [torch.cat([x[:, :3], x[:, 3:6]])], steps=5, eps=1e-2)
+    check(shared, [torch.cat([x[:, :3], x[:, 3:6]])], solver="newton", steps=5, eps=1e-2)
     assert (shared.blocks, shared.features, shared.rows) == ("1×3", 6, 50)
 
 
@@ -124,7 +120,7 @@ def test_dead_directions_are_counted_and_left_out() -> None:
     x = torch.cat([x, x[:, :1], torch.full((200, 1), 3.0, dtype=x.dtype)], 1)  # a copy, and a constant
     (layer,) = inspect(nn.Linear(7, 3).double(), x).layers
     cov = np.cov(x.numpy(), rowvar=False, bias=True)
-    d = newton_root(cov + 1e-5 * np.eye(7), 3)
+    d = root(cov + 1e-5 * np.eye(7))
     assert layer.dead == 2
     assert tuple(layer.condition) == pytest.approx((spectrum(cov, 2)[0], spectrum(d @ cov @ d, 2)[0]))
 

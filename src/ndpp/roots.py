@@ -179,8 +179,7 @@ def newton_coefficients(solver: str, steps: int) -> tuple[tuple[float, float], .
     return ((1.5, -0.5),) * steps if solver == "newton" else minimax_coefficients(steps)
 
 
-@functools.cache
-def quartic_coefficients(steps: int) -> tuple[float, ...]:
+def _closest_quartic(steps: int) -> tuple[float, ...]:
     """c₀ … c₄ of the polynomial of λ in [0, 1] that comes closest to `steps` Newton steps.
 
     Its largest relative error is the least possible, 0.5% for three steps. Found by exchange (Remez): at six points the
@@ -202,6 +201,14 @@ def quartic_coefficients(steps: int) -> tuple[float, ...]:
             break
         points = np.array([run[np.abs(error[run]).argmax()] for run in runs])
     return tuple(float(value) for value in c)
+
+
+_QUARTICS = {steps: _closest_quartic(steps) for steps in range(1, 6)}  # numbers, for code that is traced
+
+
+def quartic_coefficients(steps: int) -> tuple[float, ...]:
+    """c₀ … c₄ of the polynomial that follows so many Newton steps."""
+    return _QUARTICS[steps]
 
 
 @functools.cache
