@@ -25,8 +25,8 @@ Record = dict[str, Any]
 # Measured on one H200 before this model was made: ResNet-50, 128 images of 224², bf16 channels-last, eager. Inputs of
 # the model; this command measures nothing. The step without any normalisation, and what BatchNorm adds to it:
 FLOOR, BATCH_NORM = 17.3e-3, 30.1e-3 - 17.3e-3
-# What the arithmetic of decorrelation asks for on top of the floor (`counts`, at 250 TFLOP/s and 4.3 TB/s): the part that
-# grows with rows, and the part that does not.
+# What the arithmetic of decorrelation asks for on top of the floor (`counts`, at 250 TFLOP/s and 4.3 TB/s): the part
+# that grows with rows, and the part that does not.
 ROWS, SOLVER = 0.5e-3, 0.25e-3
 REFERENCE = "ResNet-50"  # what these times are of; other networks take as long for as much of the same
 BACKWARD = 2 / 3  # of the time of a layer

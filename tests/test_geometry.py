@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,24 @@ def test_blocks_cover_all_channels_in_order(channels: int, block: int, groups: i
     split = layout.split(d, d[:, 0], weight)
     assert [w.shape[2] for _, _, w in split] == [f for _, f in layout.widths]
     torch.testing.assert_close(layout.join([w @ dp for dp, _, w in split]), weight)
+
+
+@pytest.mark.parametrize(
+    ("channels", "sizes", "most", "shape"),
+    [
+        (3, (8, 8), None, (3, 8, 8)),
+        (3, (8, 8), 64, (3, 8, 8)),
+        (3, (64, 64), 1024, (3, 32, 32)),
+        (64, (64, 64), 1024, (64, 21, 21)),  # 512 positions of 64 channels
+        (2048, (64, 64), 1024, (512, 8, 8)),  # every fourth channel
+        (2048, (4, 4), 1024, (2048, 4, 4)),
+        (2048, (4, 4), None, (2048, 4, 4)),
+        (5, (1000,), 100, (5, 100)),
+    ],
+)
+def test_what_enters_a_scale(channels: int, sizes: tuple[int, ...], most: int | None, shape: tuple[int, ...]) -> None:
+    at: tuple[Any, ...] = (..., *sampling.lattice(channels, sizes, most))
+    assert torch.empty(2, channels, *sizes)[at].shape[1:] == shape
 
 
 @pytest.mark.parametrize(

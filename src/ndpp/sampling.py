@@ -153,11 +153,16 @@ def every(batch: int, phase: Phase, most: int, device: torch.device) -> list[Sam
 def lattice(channels: int, sizes: tuple[int, ...], most: int | None) -> tuple[slice, ...]:
     """A fixed grid of about `most` positions of each sample, for its scale: evenly spaced, the same in every call.
 
-    Of many channels fewer positions do: SCALE_VALUES in all, but not below FEWEST_POSITIONS.
+    Slices of the channels and of every axis. Of many channels fewer positions do, SCALE_VALUES in all but not below
+    FEWEST_POSITIONS; and of very many channels every second, third …
     """
     total = math.prod(sizes)
-    most = None if most is None else min(most, max(SCALE_VALUES // max(channels, 1), FEWEST_POSITIONS))
-    if most is None or total <= most:
-        return tuple(slice(None) for _ in sizes)
+    everything = tuple(slice(None) for _ in sizes)
+    if most is None:
+        return (slice(None), *everything)
+    most = min(most, max(SCALE_VALUES // max(channels, 1), FEWEST_POSITIONS), total)
+    some = slice(None, None, max(channels * most // SCALE_VALUES, 1))
+    if total <= most:
+        return (some, *everything)
     step = math.ceil((total / most) ** (1 / len(sizes)) - 1e-9)
-    return tuple(slice(min(step // 2, (size - 1) // 2), None, step) for size in sizes)
+    return (some, *(slice(min(step // 2, (size - 1) // 2), None, step) for size in sizes))

@@ -32,7 +32,8 @@ class Settings:
         scale_eps: added to the square of that scale (for l1 to the scale). 0 keeps scale invariance exact; norms that
             conversion replaces by a scale bring theirs.
         scale_positions: at most about so many positions of a sample enter the scale of a convolution, on a fixed, even
-            grid: beyond, more pixels change it little and cost a pass over the input. None = all.
+            grid, and fewer of many channels: beyond some 32,000 values more change it little, and cost a pass over the
+            input. None = all.
         block: channels (features for Linear) decorrelated together; None is 64 for convolutions and 256 for
             Linear, within `features`. Larger than the layer means one block. What it does not divide is a smaller last
             block.
