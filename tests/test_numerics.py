@@ -1,5 +1,6 @@
 """Precision: autocast, half precision, magnitudes far from one, data without variance."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -209,3 +210,35 @@ def test_outputs_of_linear_layers_are_no_views() -> None:
     for x in (torch.randn(5, 4), torch.randn(2, 3, 4)):
         for scale in ("none", "l1"):
             assert not ndpp.Linear(4, 2, settings=Settings(scale=scale))(x)._is_view()
+
+
+def test_scale_of_many_values_keeps_its_digits() -> None:
+    layer = ndpp.Conv2d(16, 4, 1, settings=Settings(scale="l1", scale_positions=None))
+    with torch.no_grad():
+        layer(torch.randn(2, 16, 8, 8))
+    layer.eval()
+    x = torch.randn(1, 16, 256, 256)
+    with torch.no_grad():
+        want = copy.deepcopy(layer).double()(x.double())
+        torch.testing.assert_close(layer(x).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_traces_hold_no_scale_of_their_example() -> None:
+    layer = ndpp.Conv2d(3, 4, 3, padding=1, settings=Settings(scale="rms")).eval()
+    first, other = torch.randn(2, 3, 160, 160), 100 * torch.randn(3, 3, 160, 160)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, (first,), check_trace=False)
+        torch.testing.assert_close(traced(other), layer(other))
+
+
+def test_groups_of_one_sample_with_channels_last() -> None:
+    """Axes of size 1 keep their strides on the way to the stock operation."""
+    grads = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layer = ndpp.Conv2d(6, 6, 3, 1, 1, 1, 2, dtype=torch.float64, settings=Settings(rows=None))
+        x = torch.randn(1, 6, 5, 7, dtype=torch.float64)
+        layer, x = layer.to(memory_format=memory_format), x.to(memory_format=memory_format).requires_grad_()
+        layer(x).square().sum().backward()
+        grads.append((layer.weight.grad, x.grad))
+    torch.testing.assert_close(grads[0], grads[1])

@@ -27,7 +27,8 @@ def test_presets() -> None:
     assert exact.block > 1e6
     assert Settings.paper(scale="l1").scale == "l1"
     assert Settings.paper(rows=100).stride is None
-    assert Settings(stride=4).rows is None  # in place of the default
+    assert Settings(stride=4).replace(stride=None) == Settings()
+    assert ndpp.Conv2d(2, 2, 3, settings=Settings(stride=4))._plan.rows is None  # in place of the default
     assert Settings(block=np.int64(4), eps=np.float32(0.5)).block == 4
 
 

@@ -70,7 +70,7 @@ class Decorrelated(Recorded):
             transposed=self._transposed,
             per_row=self._per_row_scale,
             padding_mode=getattr(self, "padding_mode", "zeros"),
-            rows=rows_for(self.layout.widths[0][1]) if s.rows == "auto" else s.rows,
+            rows=None if s.stride is not None else rows_for(self.layout.widths[0][1]) if s.rows == "auto" else s.rows,
             stride=None if self._per_row_scale else s.stride,
             **{name: getattr(s, name) for name in same},
         )

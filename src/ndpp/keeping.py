@@ -25,7 +25,7 @@ def is_traced() -> bool:
 
 def readable(t: Tensor) -> bool:
     """Whether reading the value of a tensor waits for nothing: on the CPU, outside of tracing."""
-    return t.device.type == "cpu" and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+    return t.device.type == "cpu" and not is_traced()
 
 
 def known(flag: Tensor) -> bool | None:

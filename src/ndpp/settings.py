@@ -45,7 +45,8 @@ class Settings:
             degree four closest to that: two products in place of five for three steps, and within 0.5% of them),
             ``"minimax"`` (the same products as newton with the best coefficients for ``steps``) or ``"eigh"`` (exact;
             directions of no variance are dropped).
-        steps: iterations of newton and minimax, and of newton that quartic follows (5 at most); eigh ignores it.
+        steps: iterations of newton and minimax, and of newton that quartic follows (5 at most: within 5% for
+            four, 15% for five); eigh ignores it.
         eps: ε, added to the diagonal of Cov as it is.
         shrinkage: added to the diagonal of Cov times its mean eigenvalue, so that it follows the data's scale.
         rows: at most this many output positions enter the statistics, drawn anew each call; None = every position.
@@ -83,8 +84,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in (("scale", Scale), ("solver", Solver), ("nonfinite", NonFinite)):
             self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(map(repr, get_args(kind)))}")
-        if self.stride is not None and self.rows == "auto":
-            object.__setattr__(self, "rows", None)
         for name in ("block", "features", "stride", "scale_positions", "rows"):
             value, words = getattr(self, name), ", 'auto'" if name == "rows" else ""
             fits = value is None or (_is_int(value) and value >= 1) or (name == "rows" and value == "auto")
@@ -106,7 +105,7 @@ class Settings:
             value = getattr(self, field.name)
             if _is_number(value):
                 object.__setattr__(self, field.name, int(value) if _is_int(value) else float(value))
-        if self.stride is not None and self.rows is not None:
+        if self.stride is not None and self.rows not in (None, "auto"):
             raise ValueError(
                 f"Settings: stride={self.stride} and rows={self.rows} are two ways to sample; "
                 "keep one (set rows=None or stride=None)"

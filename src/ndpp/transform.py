@@ -38,7 +38,7 @@ class Again(NamedTuple):
 
     def gradients(self, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of the inputs, differentiable."""
-        leaves = [None if t is None else t.view_as(t) for t in inputs]
+        leaves = [None if t is None else torch.ops.aten.alias(t) for t in inputs]
         outputs = self.run(*leaves)  # type: ignore[arg-type]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
         wanted = [t for t in leaves if t is not None and t.requires_grad]
@@ -88,7 +88,7 @@ class Transform(torch.autograd.Function):
             local = local._replace(rows=torch.where(finite, local.rows, torch.nan))
         batch, kept = (local, ()) if group is None else sync.join_forward(local, group)
         folded, constant, *used = stage.fold([*batch], [running_mean, running_cov, tracked], weight, bias, key)
-        alias = x.view_as(x)
+        alias = torch.ops.aten.alias(x)  # with the strides of x: a view would change those of axes of size 1
         of_rank = () if group is None else (*local, *kept)
         ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
         ctx.told = axes, rows, key, plan, group, step_rows, again, link
@@ -142,7 +142,8 @@ def scaled_output(
 ) -> Tensor:
     """operation(x, weight)·gain + b; in place, but where a graph is made without a node at its other end."""
     y = operation(x, weight, None)
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or forward_mode:
         return (y * gain + bias).to(y.dtype)
     if not torch.is_grad_enabled():
         return _scale_(y, gain, bias)

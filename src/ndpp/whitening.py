@@ -61,8 +61,7 @@ def sample_scale(
         return (values * share).sum(dim, keepdim=True) / share.sum(dim, keepdim=True).clamp_min(1.0)
 
     if mode == "l1":
-        count = math.prod([x.shape[i] for i in dim])  # the norm makes no copy of |x|
-        size = (torch.linalg.vector_norm(x, 1, dim, keepdim=True) / count if valid is None else mean(x.abs())) + eps
+        size = (_mean_size(x, dim) if valid is None else mean(x.abs())) + eps
         return torch.zeros_like(size), reciprocal(size, where=size > torch.finfo(size.dtype).tiny)
     unit = magnitude(x, dim).clamp_min(SMALLEST_UNIT)
     z = x / unit
@@ -75,6 +74,13 @@ def sample_scale(
     present = (power > 0) & (deviation * unit > torch.finfo(z.dtype).tiny)  # 1/σ is beyond the dtype otherwise
     gain = reciprocal(deviation, where=present) / unit  # in this order: 1/σ² of the gradient stays in range, too
     return (center * unit if mode == "standardize" else torch.zeros_like(center)), gain
+
+
+def _mean_size(x: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Mean |x| without a copy of |x|: by lines, as a norm of many values loses digits on a CPU."""
+    lines: Tensor = torch.linalg.vector_norm(x, 1, dim[-1:], keepdim=True)
+    total = lines.sum(dim[:-1], keepdim=True) if len(dim) > 1 else lines
+    return total / math.prod([x.shape[i] for i in dim])
 
 
 def variance_floor(dtype: torch.dtype) -> float:
