@@ -22,6 +22,7 @@ def test_presets() -> None:
     )  # fmt: skip
     assert (paper.shrinkage, paper.block) == (0.0, None)
     exact = Settings.exact()
+    assert (paper.scale_positions, exact.scale_positions) == (None, None)
     assert (exact.solver, exact.rows, exact.stride, exact.eps, exact.shrinkage) == ("eigh", None, None, 0.0, 0.0)
     assert exact.block is not None
     assert exact.block > 1e6
@@ -46,7 +47,8 @@ def test_frozen_keyword_only_hashable_and_copyable() -> None:
 def test_repr_shows_what_differs() -> None:
     assert repr(Settings()) == "Settings()"
     assert (
-        repr(Settings.paper()) == "Settings(features=None, shared=True, solver='newton', steps=5, rows=None, stride=3)"
+        repr(Settings.paper())
+        == "Settings(scale_positions=None, features=None, shared=True, solver='newton', steps=5, rows=None, stride=3)"
     )
     assert repr(Settings(scale="std", freeze=True)) == "Settings(scale='std', freeze=True)"
     assert eval(repr(Settings.paper())) == Settings.paper()

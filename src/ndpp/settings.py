@@ -89,7 +89,8 @@ class Settings:
             fits = value is None or (_is_int(value) and value >= 1) or (name == "rows" and value == "auto")
             self._require(name, fits, f"None{words} or an integer of at least 1")
         most = 5 if self.solver == "quartic" else 50
-        words = f"an integer from 1 to {most} for solver={self.solver!r}"
+        more = " (solver='newton' takes more)" if self.solver == "quartic" else ""
+        words = f"an integer from 1 to {most} for solver={self.solver!r}{more}"
         self._require("steps", _is_int(self.steps) and 1 <= self.steps <= most, words)
         for name in ("eps", "shrinkage", "scale_eps"):
             value = getattr(self, name)
@@ -147,12 +148,14 @@ class Settings:
         """Exactly the paper: 5 Newton steps, ε = 1e-5, one shared D of 64 channels, every third position."""
         sampling = {"rows": None, "stride": 3} if changes.get("rows") is None else {"stride": None}
         solver = {"solver": "newton", "steps": 5, "eps": 1e-5}
-        return cls(**{"shared": True, "features": None, **solver, **sampling, **changes})
+        every = {"features": None, "scale_positions": None}
+        return cls(**{"shared": True, **every, **solver, **sampling, **changes})
 
     @classmethod
     def exact(cls, **changes: Any) -> Settings:
         """No approximation: eigendecomposition, every position, one block, ε = 0. For small layers and for tests."""
-        return cls(**{"shared": False, "solver": "eigh", "eps": 0.0, "rows": None, "block": ONE_BLOCK, **changes})
+        every = {"rows": None, "block": ONE_BLOCK, "scale_positions": None}
+        return cls(**{"shared": False, "solver": "eigh", "eps": 0.0, **every, **changes})
 
 
 def _is_int(value: object) -> bool:

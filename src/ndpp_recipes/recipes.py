@@ -243,7 +243,7 @@ LR1 = {"optimizer.lr": 1.0, "optimizer.momentum": 0.0}
 
 
 def _settings(settings: Settings) -> dict[str, Any]:
-    names = ("scale", "features", "shared", "solver", "steps", "eps", "rows", "stride")
+    names = ("scale", "scale_positions", "features", "shared", "solver", "steps", "eps", "rows", "stride")
     return {f"norm.settings.{name}": getattr(settings, name) for name in names}
 
 

@@ -70,7 +70,7 @@ def gain_adjoint(grad: Tensor, x: Tensor, gain: Tensor, plan: Plan) -> Tensor:
     """The gradient of the gain of f(x)·gain, with f linear, from what f hands back to x: ⟨x, fᵀ(dy)⟩, over the gain."""
     dim = (1,) if plan.per_row else tuple(range(1, x.dim()))
     total = torch.sum(grad * x, dim, keepdim=True, dtype=gain.dtype)
-    return torch.where(gain > 0, total / torch.where(gain > 0, gain, 1.0), 0.0)
+    return total * whitening.reciprocal(gain, where=gain > 0)
 
 
 def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, plan: Plan) -> None:
@@ -184,8 +184,7 @@ def moments_adjoint_(
     of_rows = _row_gain(gain, sample, places, plan)
     _add_rows_(grad, rows * of_rows, places)
     # values = x·gain: where the gain is zero so are the values, whatever they were
-    inverse = torch.where(of_rows > 0, 1.0 / torch.where(of_rows > 0, of_rows, 1.0), 0.0)
-    of_gain = (rows * values * inverse).sum((1, 2))
+    of_gain = (rows * values * whitening.reciprocal(of_rows, where=of_rows > 0)).sum((1, 2))
     return _gain_adjoint(gain, of_gain, sample, places, plan)
 
 
