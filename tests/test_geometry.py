@@ -182,6 +182,27 @@ def test_blocks_cover_all_channels_in_order(channels: int, block: int, groups: i
     torch.testing.assert_close(layout.join([w @ dp for dp, _, w in split]), weight)
 
 
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.data())
+@settings(deadline=None)
+def test_runs_are_all_blocks_once(
+    channels: int, block: int, groups: int, taps: int, shared: bool, data: st.DataObject
+) -> None:
+    layout = geo.Layout(groups, channels, taps, block, shared)
+    columns = data.draw(st.one_of(st.none(), st.integers(1, 2 * channels * taps)))
+    runs, first, covered = list(layout.runs(columns)), 0, []
+    for run in runs:
+        width = run.channels.stop - run.channels.start
+        assert width % run.block == 0
+        assert run.block * taps == layout.widths[run.part][1]
+        assert columns is None or width == run.block or width * taps <= columns
+        assert run.own == (slice(run.part, run.part + 1) if shared else slice(first, first + width // run.block))
+        covered += range(run.channels.start, run.channels.stop)
+        first += width // run.block
+    assert sorted(covered) == list(range(groups * channels))
+    assert [run.part for run in runs] == sorted(run.part for run in runs)
+    assert columns is not None or len(runs) <= 2 * groups
+
+
 @pytest.mark.parametrize(
     ("channels", "sizes", "most", "shape"),
     [

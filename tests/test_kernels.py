@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import ndpp
 import oracles
-from ndpp import kernels
+from ndpp import kernels, rows
 from ndpp.geometry import Layout, conv_grid, pointwise_grid
-from ndpp.kernels import Plan, View, plain
+from ndpp.kernels import Plan, View, plain, plain_moments
 from ndpp.sampling import choose, draw, row_budget
 from ndpp.whitening import Moments
 
@@ -110,6 +110,13 @@ CASES = [
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 formats = pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+TWINS = [
+    *CASES,
+    Case("shared-smaller-last", 10, (5, 5), (2, 2), block=3, shared=True, rows=17, scale="l1"),
+    Case("grouped-shared-smaller-last", 10, (5, 6), (3, 3), groups=2, padding=1, block=2, shared=True),
+    Case("depthwise", 6, (5, 6), (3, 3), groups=6, padding=1, rows=33),
+]
+twins = pytest.mark.parametrize("case", TWINS, ids=str)
 
 
 def close(got: Tensor, want: Tensor, tolerance: float, name: str = "") -> None:
@@ -137,8 +144,11 @@ def moments_of(x: Tensor, case: Case, draws: Tensor) -> tuple[list[Tensor], list
     full = [r for r in ranges if r[1] - r[0] == ranges[0][1] - ranges[0][0]]
     blocks = [(g, *r) for part in (full, ranges[len(full) :]) for g in range(case.groups) for r in part]
     stacked = [matrix[g, :, start:stop].flatten(1) for g, start, stop in blocks]
-    for rows in [torch.cat(stacked)] if case.shared else stacked:
-        mean, covariance = oracles.covariance(rows)
+    if case.shared:  # one D for all blocks of the same size
+        widths = dict.fromkeys(block.shape[1] for block in stacked)
+        stacked = [torch.cat([block for block in stacked if block.shape[1] == width]) for width in widths]
+    for matrix in stacked:
+        mean, covariance = oracles.covariance(matrix)
         means.append(mean)
         covariances.append(covariance)
     return means, covariances
@@ -158,8 +168,20 @@ def row_numbers(case: Case, draws: Tensor) -> Tensor:
 # --- the twins against data matrices ---
 
 
-@cases
+@pytest.fixture(params=["as on a CPU", "a block at a time", "as on a device"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which the twins go through blocks, and the one that reads no value of a tensor."""
+    if request.param == "a block at a time":
+        monkeypatch.setattr(plain_moments, "AT_ONCE", 1)
+    elif request.param == "as on a device":
+        for module in (plain_moments, rows):
+            monkeypatch.setattr(module, "readable", lambda _: False)
+        monkeypatch.setattr(plain_moments.Looked, "runs", lambda looked: looked.plan.layout.runs(None))
+
+
+@twins
 @formats
+@pytest.mark.usefixtures("how")
 def test_moments(case: Case, channels_last: bool) -> None:
     x, plan, draws = case.input(torch.float64, channels_last), case.plan(), draw(torch.device("cpu"))
     stats = plain.moments(x, gain_of(x, plan), draws, case.view(), plan)
@@ -171,16 +193,18 @@ def test_moments(case: Case, channels_last: bool) -> None:
         assert not stats.cov[block, f:].any()
 
 
-@cases
-def test_moments_adjoint(case: Case) -> None:
-    x, plan, draws = case.input(torch.float64).requires_grad_(), case.plan(), draw(torch.device("cpu"))
+@twins
+@formats
+@pytest.mark.usefixtures("how")
+def test_moments_adjoint(case: Case, channels_last: bool) -> None:
+    x, plan, draws = case.input(torch.float64, channels_last).requires_grad_(), case.plan(), draw(torch.device("cpu"))
     means, covariances = moments_of(x, case, draws)
     view, start = case.view(), torch.randn(x.shape, dtype=x.dtype)
     with torch.no_grad():
         gain = gain_of(x, plan)
         stats = plain.moments(x, gain, draws, view, plan)
         of_mean, of_cov = torch.randn_like(stats.mean), torch.randn_like(stats.cov)
-        grad = start.clone()
+        grad = torch.empty_like(x).copy_(start)
         of_gain = plain.moments_adjoint_(grad, of_mean, of_cov, stats, x, gain, draws, view, plan)
         if gain is not None:
             assert of_gain is not None
@@ -191,6 +215,46 @@ def test_moments_adjoint(case: Case) -> None:
         loss = loss + (of_mean[block, :f] * mean).sum() / stats.unit
         loss = loss + (of_cov[block, :f, :f] * covariance).sum() / stats.unit.square()
     close(grad - start, torch.autograd.grad(loss, x)[0], 1e-9)
+
+
+@twins
+@formats
+def test_products_of_bfloat16(case: Case, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16-bit rows: as far from the exact ones as centred rows and factors rounded to eight bits are, at the most.
+
+    Runs on any CPU: these products exist everywhere, and are chosen only where they are fast.
+    """
+    plan, view, draws = case.plan(solver="quartic", rows=10**6), case.view(), draw(torch.device("cpu"))
+    x = case.input(torch.bfloat16, channels_last) + 20  # the mean is not part of the products
+    gain, found = gain_of(x, plan), {}
+    for narrow in (False, True):
+        monkeypatch.setattr(plain_moments, "multiplies_bfloat16", lambda narrow=narrow: narrow)
+        assert plain_moments.Looked(x, gain, draws, view, plan).narrow is narrow
+        stats = plain.moments(x, gain, draws, view, plan)
+        torch.manual_seed(3)
+        of_mean, of_cov = torch.randn_like(stats.mean), torch.randn_like(stats.cov)
+        grad = torch.zeros_like(x, dtype=torch.float32)
+        of_gain = plain.moments_adjoint_(grad, of_mean, of_cov, stats, x, gain, draws, view, plan)
+        found[narrow] = stats, grad, of_gain
+    (want, want_grad, want_gain), (got, got_grad, got_gain) = found[False], found[True]
+    assert got.unit == want.unit
+    assert got.rows == want.rows
+    assert torch.equal(got.cov, got.cov.mT)
+    close(got.mean, want.mean, 1e-6, "mean")
+    close(got.cov, want.cov, 2**-8, "cov")
+    close(got_grad, want_grad, 2**-6, "gradient of the input")
+    if want_gain is not None:
+        assert got_gain is not None
+        close(got_gain, want_gain, 2**-5, "gradient of the gain")
+
+
+@pytest.mark.parametrize("changes", [{"solver": "newton"}, {"rows": None}, {"dtype": torch.float32}], ids=str)
+def test_products_of_bfloat16_decline(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots that amplify small eigenvalues, statistics of every row and wider inputs get wide products."""
+    monkeypatch.setattr(plain_moments, "multiplies_bfloat16", lambda: True)
+    case, dtype = CASES[7], changes.pop("dtype", torch.bfloat16)
+    plan = case.plan(**{"solver": "quartic", **changes})
+    assert not plain_moments.Looked(case.input(dtype), None, draw(torch.device("cpu")), case.view(), plan).narrow
 
 
 def some_moments(blocks: int, f: int, last: int = 0, device: str = "cpu") -> tuple[Moments, Plan]:

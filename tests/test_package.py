@@ -18,7 +18,18 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
 CORE = [
     *("version", "settings", "keeping", "whitening", "roots", "adjoints", "sync", "masking", "geometry"),
-    *("sampling", "rows", "kernels.plain", "kernels", "statistics", "stages", "transform", "recorded"),
+    *(
+        "sampling",
+        "rows",
+        "kernels.plan",
+        "kernels.plain_moments",
+        "kernels.plain",
+        "kernels",
+        "statistics",
+        "stages",
+        "transform",
+        "recorded",
+    ),
     *("decorrelated", "layers"),
 ]
 KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments"]
@@ -90,7 +101,7 @@ def test_import_order() -> None:
 def test_core_is_small() -> None:
     lines = {name: len(file_of(name).read_text().splitlines()) for name in ORDER}
     assert max(lines.values()) < 400, lines
-    assert sum(lines[name] for name in CORE) < 3750
+    assert sum(lines[name] for name in CORE) < 3950
 
 
 def test_every_file_has_a_row_in_the_architecture() -> None:

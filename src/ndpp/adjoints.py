@@ -52,8 +52,11 @@ def regularise_adjoint(grad: Tensor, *, shrinkage: float, widths: Tensor | int) 
 
 
 def moments_adjoint(centred: Tensor, grad_mean: Tensor, grad_cov: Tensor, total: float) -> Tensor:
-    """The gradient of rows (g, n, f) from those of mean and covariance; `centred` are the rows less their mean."""
-    symmetric = (grad_cov + grad_cov.mT) / total
+    """The gradient of rows (g, n, f) from those of mean and covariance, of each or of all g together.
+
+    `centred` are the rows less their mean.
+    """
+    symmetric = ((grad_cov + grad_cov.mT) / total).expand(len(centred), -1, -1)
     return torch.baddbmm(grad_mean[:, None] / total, centred, symmetric)
 
 

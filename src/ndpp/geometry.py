@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,6 +144,15 @@ class Part(NamedTuple):
     blocks: int
 
 
+class Run(NamedTuple):
+    """Equal blocks whose channels lie side by side."""
+
+    part: int
+    channels: slice  # of the input
+    own: slice  # their place among what has a D
+    block: int  # channels of each
+
+
 @dataclass(frozen=True)
 class Layout:
     """The columns of a layer as blocks of whole, contiguous channels that never cross a group."""
@@ -171,6 +180,24 @@ class Layout:
         """(how many D, features of each) for every part, in the order of the statistics."""
         return tuple((self._of_own(p), (p.stop - p.start) // p.blocks * self.taps) for p in self.parts)
 
+    def runs(self, columns: int | None) -> Iterator[Run]:
+        """All blocks, in the order of the statistics; at a time so many that they have at most `columns` columns."""
+        first = 0
+        for number, part in enumerate(self.parts):
+            block = (part.stop - part.start) // part.blocks
+            most = None if columns is None else max(columns // (block * self.taps), 1)
+            if part.stop - part.start == self.channels:  # blocks of one group follow on those of another
+                starts, blocks = [0], self.groups * part.blocks
+            else:
+                starts, blocks = [group * self.channels + part.start for group in range(self.groups)], part.blocks
+            for start in starts:
+                for done in range(0, blocks, most or blocks):
+                    count = min(most or blocks, blocks - done)
+                    channels = slice(start + done * block, start + (done + count) * block)
+                    own = slice(number, number + 1) if self.shared else slice(first, first + count)
+                    yield Run(number, channels, own, block)
+                    first += count
+
     def feature_counts(self, device: torch.device) -> Tensor | int:
         """Features of every block that has a D: one number, or (g,) where a last block is smaller."""
         if len(self.parts) == 1:
@@ -187,9 +214,9 @@ class Layout:
             stacked.append(blocks.reshape(1, -1, blocks.shape[2]) if self.shared else blocks.transpose(0, 1))
         return stacked
 
-    def repeats(self, part: Part) -> int:
-        """Rows that one position becomes when its blocks are stacked."""
-        return self.groups * part.blocks if self.shared else 1
+    def repeats(self, part: int) -> int:
+        """Rows that one position becomes when the blocks of a part are stacked."""
+        return self.groups * self.parts[part].blocks if self.shared else 1
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Mean (g, f) and covariance (g, f, f) of all parts; a smaller last block is padded with zeros."""

@@ -251,7 +251,7 @@ class _Watch:
         if self.moments is not None and self.moments.rows > 0:
             rows = round(float(self.moments.rows))
             numbers = _compare(self.moments.cov, self.twin._solve(self.moments), layout.widths)
-            few = rows * layout.repeats(layout.parts[0]) <= max(width for _, width in layout.widths)
+            few = rows * layout.repeats(0) <= max(width for _, width in layout.widths)
             notes.append(FEW_ROWS * few)
         elif not any(notes):
             notes.append("called without data")

@@ -28,6 +28,13 @@ def readable(t: Tensor) -> bool:
     return t.device.type == "cpu" and not is_traced()
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has products of bfloat16 numbers: without them they are slower than those of float32."""
+    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return bool(torch._C._has_mkldnn and any(ask is not None and ask() for ask in asked))
+
+
 def known(flag: Tensor) -> bool | None:
     """The flag as a bool, where it is readable."""
     return bool(flag) if readable(flag) else None

@@ -174,8 +174,8 @@ class Recorded(RunningMoments):
         stacked = [self.layout.stack(torch.where(finite, rows.values, 0.0) / unit) for rows in used]
         shares = [rows.positions / total.clamp_min(1.0) for rows in used]
         parts = []
-        for index, part in enumerate(self.layout.parts):
-            repeat = self.layout.repeats(part)
+        for index in range(len(self.layout.parts)):
+            repeat = self.layout.repeats(index)
             each = [
                 whitening.moments(stack[index], None if rows.weight is None else rows.weight.repeat_interleave(repeat))
                 for stack, rows in zip(stacked, used, strict=True)

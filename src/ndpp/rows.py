@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -110,31 +111,52 @@ def _zero_(values: Tensor, where: Tensor, dim: int) -> Tensor:
     return values.masked_fill_(where[:, None] if dim == 0 else where, 0.0)
 
 
-def add_(grad: Tensor, rows: Tensor, places: Places) -> None:
+def add_(grad: Tensor, parts: Iterable[tuple[slice, Tensor]], places: Places | None) -> None:
     """The adjoint of `gather`, added in place to the gradient of its input: only the places of the rows are touched.
 
-    rows: (n, channels, taps), or with channels as several axes; they are overwritten.
+    parts: channels, and the rows of these (n, channels, taps), whose channels may be several axes. No places: every
+    pixel.
     """
-    batch, channels = grad.shape[:2]
-    each, taps = places.at.shape[1:]
-    samples = batch if places.samples is None else len(places.samples)
-    values = rows.to(grad.dtype).reshape(samples, each, *rows.shape[1:])
+    if places is None:
+        for channels, rows in parts:
+            part = grad[:, channels]
+            part.add_(rows.reshape(part.shape[0], -1, part.shape[1]).mT.reshape(part.shape))
+        return
     flat = grad.flatten(2) if grad.dim() > 2 else grad[:, :, None]
     in_place = flat.data_ptr() == grad.data_ptr()  # else the positions are no one axis of this gradient
     if in_place and flat.stride(1) != 1 and places.samples is None and not torch.are_deterministic_algorithms_enabled():
-        values = values.movedim(1, -2).reshape(samples, channels, -1)
-        if places.outside is not None:
-            values = values.masked_fill_(places.outside.flatten(1)[:, None], 0.0)
-        flat.scatter_add_(2, places.at.flatten(1)[:, None].expand(samples, channels, -1), values)
+        for channels, rows in parts:
+            _scatter_(flat[:, channels], rows, places)
         return
-    pixels, at = values.movedim(-1, 2).reshape(-1, channels), _pixels(places, batch, flat.shape[2])
-    if places.outside is not None:
-        pixels = _zero_(pixels, places.outside.expand(samples, each, taps).flatten(), 0)
+    pixels, at = _as_pixels(parts, places, flat), _pixels(places, len(flat), flat.shape[2])
     if in_place and flat.stride(1) == 1 and flat.stride(0) == flat.shape[2] * flat.stride(2):
-        flat.mT.view(-1, channels).index_add_(0, at, pixels)
+        flat.mT.view(-1, flat.shape[1]).index_add_(0, at, pixels)
     else:
-        added = torch.zeros(batch * flat.shape[2], channels, dtype=grad.dtype, device=grad.device)
-        grad.add_(added.index_add_(0, at, pixels).reshape(batch, -1, channels).mT.reshape(grad.shape))
+        added = torch.zeros(len(flat) * flat.shape[2], flat.shape[1], dtype=grad.dtype, device=grad.device)
+        grad.add_(added.index_add_(0, at, pixels).reshape(len(flat), -1, flat.shape[1]).mT.reshape(grad.shape))
+
+
+def _scatter_(flat: Tensor, rows: Tensor, places: Places) -> None:
+    """Add rows to some channels of a gradient (samples, channels, positions), channel by channel."""
+    samples, channels = flat.shape[:2]
+    values = rows.to(flat.dtype).reshape(samples, -1, *rows.shape[1:]).movedim(1, -2).reshape(samples, channels, -1)
+    if places.outside is not None:
+        values = values.masked_fill_(places.outside.flatten(1)[:, None], 0.0)
+    flat.scatter_add_(2, places.at.flatten(1)[:, None].expand(samples, channels, -1), values)
+
+
+def _as_pixels(parts: Iterable[tuple[slice, Tensor]], places: Places, flat: Tensor) -> Tensor:
+    """What is added to each pixel of a gradient (samples, channels, positions): (entries, channels)."""
+    taps, channels = places.at.shape[2], flat.shape[1]
+    samples = len(flat) if places.samples is None else len(places.samples)
+    pixels = flat.new_empty(samples * places.at.shape[1], taps, channels)
+    for of_part, rows in parts:
+        part = pixels[:, :, of_part]
+        part.view(*part.shape[:2], *rows.shape[1:-1]).copy_(rows.movedim(-1, 1))
+    pixels = pixels.flatten(0, 1)
+    if places.outside is None:
+        return pixels
+    return _zero_(pixels, places.outside.expand(samples, -1, -1).flatten(), 0)
 
 
 def _pixels(places: Places, batch: int, size: int) -> Tensor:

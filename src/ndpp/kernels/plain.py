@@ -6,56 +6,38 @@ Nothing here records a graph. Every stage has its adjoint beside it; `transform`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import adjoints, roots, whitening
-from ..geometry import Layout, Phase, grouped, ungrouped
-from ..keeping import known, readable
-from ..roots import symmetric_product
-from ..rows import Places, add_, every_pixel, gather, is_whole, locate
-from ..sampling import Sample, choose, lattice
+from ..geometry import grouped, ungrouped
+from ..keeping import known
+from ..sampling import lattice
 from ..whitening import Moments
+from .plain_moments import moments, moments_adjoint_
+from .plan import Plan, View
 
-LARGE = 2.0**48  # rows of this magnitude, or below its inverse, are brought to their unit before they are squared
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a layer's arguments and settings say about its statistics. Constant over calls."""
-
-    layout: Layout
-    transposed: bool
-    per_row: bool  # S is of each row, not of the whole sample
-    padding_mode: str
-    scale: str
-    scale_eps: float
-    scale_positions: int | None
-    solver: str
-    steps: int
-    eps: float
-    shrinkage: float
-    rows: int | None
-    stride: int | None
-
-    def outputs(self, weight: Tensor) -> int:
-        return weight.shape[1] * self.layout.groups if self.transposed else weight.shape[0]
-
-    @property
-    def samples_rows(self) -> bool:
-        return self.rows is not None or self.stride is not None
-
-
-@dataclass(frozen=True)
-class View:
-    """The rows of one call: the positions of its input, and how many of them are looked at."""
-
-    phase: Phase
-    budget: tuple[int, ...]
-
+__all__ = [
+    "Plan",
+    "Running",
+    "View",
+    "absolute",
+    "folded",
+    "folded_adjoint",
+    "gain_adjoint",
+    "moments",
+    "moments_adjoint_",
+    "newest_weight",
+    "observe_",
+    "root",
+    "root_adjoint",
+    "scale",
+    "scale_adjoint_",
+    "scaled_part",
+    "usable",
+]
 
 # --- S ---
 
@@ -87,167 +69,6 @@ def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
     channels = plan.layout.groups * plan.layout.channels  # not those of x, which may be a mask
     at: tuple[Any, ...] = (..., *lattice(channels, tuple(x.shape[2:]), plan.scale_positions))
     return x[at], tuple(range(1, x.dim()))
-
-
-# --- μ and Cov ---
-
-
-def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
-    """Of the rows looked at. A call with non-finite values in them has a count of NaN, and zeros for values."""
-    values, *_ = _rows(x, gain, draws, view, plan)
-    low, high = torch.aminmax(_as_in_memory(values))
-    ours = values.data_ptr() != x.data_ptr()
-    total = float(x.shape[0] * math.prod([axis.count for axis in view.phase]))
-    if readable(low):
-        return _moments_now(values, ours, max(float(high), -float(low)), total, plan)
-    peak = torch.maximum(high, -low)
-    finite = peak < math.inf
-    unit = torch.where(finite & (peak > 0), _power(peak), 1.0).clamp_min(_least_unit(plan))
-    mean, cov = _part_moments(values.mul_(unit.reciprocal()) if ours else values / unit, True, plan)
-    mean, cov = torch.where(finite, mean, 0.0), torch.where(finite, cov, 0.0)
-    return Moments(torch.where(finite, total, math.nan).to(unit.dtype), mean, cov, unit)
-
-
-def _moments_now(values: Tensor, ours: bool, peak: float, total: float, plan: Plan) -> Moments:
-    """Where the peak is a number, most rows need no unit of their own: the moments are brought to it in the end."""
-    finite = math.isfinite(peak)
-    unit = max(2.0 ** (math.frexp(peak)[1] - 1) if finite and peak > 0 else 1.0, _least_unit(plan))
-    if not finite:
-        values, ours = torch.zeros_like(values), True
-    within = 1 / LARGE < unit < LARGE
-    if not within:
-        values, ours = values / unit, True
-    mean, cov = _part_moments(values, ours, plan)
-    if within and unit != 1.0:
-        mean, cov = mean.div_(unit), cov.div_(unit * unit)
-    rows = torch.full_like(mean[0, 0], total if finite else math.nan)
-    return Moments(rows, mean, cov, torch.full_like(rows, unit))
-
-
-def _least_unit(plan: Plan) -> float:
-    return max(math.sqrt(plan.eps), whitening.SMALLEST_UNIT)
-
-
-def _power(peak: Tensor) -> Tensor:
-    """The power of two at or below a number, by its exponent's bits."""
-    bits, exponent = (torch.int64, 0x7FF << 52) if peak.dtype == torch.float64 else (torch.int32, 0xFF << 23)
-    return (peak.view(bits) & exponent).view(peak.dtype)
-
-
-def _as_in_memory(values: Tensor) -> Tensor:
-    """The same values with their axes in the order of memory: some reductions copy what is not."""
-    return values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
-
-
-def _part_moments(values: Tensor, ours: bool, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of rows (n, channels, taps), in one centring; what its rounding left comes off the product.
-
-    Rows that are `ours` are overwritten: another pass through memory costs as much as the product itself.
-    """
-    parts = []
-    for rows in plan.layout.stack(values):
-        shift = rows.mean(1, keepdim=True)
-        rows = rows.sub_(shift) if ours else rows - shift
-        residual = rows.mean(1, keepdim=True)
-        cov = symmetric_product((rows.mT, rows), plus=residual.mT * residual, share=-1.0, times=1.0 / rows.shape[1])
-        parts.append((shift.add_(residual).squeeze(1), cov))
-    return plan.layout.pack(parts)
-
-
-def moments_adjoint_(
-    grad: Tensor,
-    grad_mean: Tensor,
-    grad_cov: Tensor,
-    stats: Moments,
-    x: Tensor,
-    gain: Tensor | None,
-    draws: Tensor,
-    view: View,
-    plan: Plan,
-) -> Tensor | None:
-    """Add to the gradient of x what comes by way of μ and Cov; the gradient of the gain by that way."""
-    values, sample, places = _rows(x, gain, draws, view, plan)
-    n = values.shape[0]
-    parts, first = [], 0
-    for part, (own, f), rows in zip(plan.layout.parts, plan.layout.widths, plan.layout.stack(values), strict=True):
-        at = slice(first, first + own)
-        first += own
-        back = _row_gradients(rows, grad_mean[at, :f], grad_cov[at, :f, :f], stats.mean[at, :f], stats)
-        blocks = plan.layout.groups * part.blocks
-        back = back.reshape(n, blocks, -1, plan.layout.taps) if plan.layout.shared else _by_row(back, plan)
-        parts.append(back if len(plan.layout.parts) == 1 else back.reshape(n, plan.layout.groups, -1, back.shape[-1]))
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-    if gain is None:
-        _add_rows_(grad, rows, places)
-        return None
-    rows = rows.reshape(values.shape)
-    of_rows = _row_gain(gain, sample, places, plan)
-    _add_rows_(grad, rows * of_rows, places)
-    # values = x·gain: where the gain is zero so are the values, whatever they were
-    of_gain = (rows * values * whitening.reciprocal(of_rows, where=of_rows > 0)).sum((1, 2))
-    return _gain_adjoint(gain, of_gain, sample, places, plan)
-
-
-def _row_gradients(rows: Tensor, grad_mean: Tensor, grad_cov: Tensor, mean: Tensor, stats: Moments) -> Tensor:
-    """Of rows (g, n, f) as they are, from the gradients of mean and covariance in their unit u.
-
-    ((x/u - μ)·(G + Gᵀ) + h) / (n·u) = x·A + b, with A and b as small as the statistics: rows are read once.
-    """
-    n = rows.shape[1]
-    unit = float(stats.unit) if readable(stats.unit) else None
-    if unit is not None and 1 / LARGE < unit < LARGE:
-        a = (grad_cov + grad_cov.mT) * (1 / (n * unit * unit))
-        b = grad_mean[:, None] * (1 / (n * unit)) - (mean[:, None] * unit) @ a
-        return torch.baddbmm(b, rows, a)
-    back = adjoints.moments_adjoint(rows / stats.unit - mean[:, None], grad_mean, grad_cov, n)
-    if unit is None:  # where there was nothing to look at, there is nothing to add
-        back = torch.where(stats.rows > 0, back, 0.0)
-    return back / stats.unit
-
-
-def _by_row(back: Tensor, plan: Plan) -> Tensor:
-    """(n, blocks, channels, taps) of rows (blocks, n, f), without a copy."""
-    return back.reshape(*back.shape[:2], -1, plan.layout.taps).transpose(0, 1)
-
-
-def _rows(
-    x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan
-) -> tuple[Tensor, Sample, Places | None]:
-    """Rows (n, channels, taps) of S·X, in the dtype of statistics, and their places: None where they are all of x."""
-    sample = choose(x.shape[0], view.phase, view.budget, draws)
-    whole = sample.samples is None and is_whole(view.phase, sample)
-    places = None if whole else locate(view.phase, sample, plan.padding_mode, x.device)
-    values = every_pixel(x) if places is None else gather(x, places)
-    values = values.to(whitening.statistics_dtype(x.dtype))
-    if gain is not None:
-        own = _row_gain(gain, sample, places, plan)
-        values = values * own if places is None else values.mul_(own)
-    return values, sample, places
-
-
-def _add_rows_(grad: Tensor, rows: Tensor, places: Places | None) -> None:
-    if places is None:
-        grad.add_(rows.reshape(grad.shape[0], -1, grad.shape[1]).mT.reshape(grad.shape).to(grad.dtype))
-    else:
-        add_(grad, rows, places)
-
-
-def _row_gain(gain: Tensor, sample: Sample, places: Places | None, plan: Plan) -> Tensor:
-    """(n, 1, 1) of rows, from that of samples or of positions."""
-    if plan.per_row and gain.dim() > 2:
-        return every_pixel(gain) if places is None else gather(gain, places)
-    chosen = gain if sample.samples is None else gain.index_select(0, sample.samples)
-    return chosen.reshape(-1, 1, 1).repeat_interleave(math.prod(sample.size[1:]), 0)
-
-
-def _gain_adjoint(gain: Tensor, of_rows: Tensor, sample: Sample, places: Places | None, plan: Plan) -> Tensor:
-    grad = torch.zeros_like(gain)
-    if plan.per_row and gain.dim() > 2:
-        _add_rows_(grad, of_rows[:, None, None], places)
-    else:
-        sums = of_rows.reshape(sample.size[0], -1).sum(1).reshape(-1, *gain.shape[1:])
-        grad = sums if sample.samples is None else grad.index_add_(0, sample.samples, sums)
-    return grad
 
 
 # --- D and D·W ---

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..whitening import SMALLEST_UNIT, Moments
 from . import triton_launch
-from .plain import Plan, View
+from .plan import Plan, View
 from .triton_rows import block_channels, column_parts, described, entry_places, gain_strides, row_places
 
 ROWS, COLUMNS = 64, 64  # of a tile of the products

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..whitening import Moments
 from . import triton_launch
-from .plain import Plan, View
+from .plan import Plan, View
 from .triton_moments import COLUMNS, SIZES, WARPS, load_rows
 from .triton_rows import block_channels, column_parts, described, entry_places, gain_strides, row_places, strides
 

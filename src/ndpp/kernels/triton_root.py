@@ -13,7 +13,7 @@ from torch import Tensor
 from ..roots import newton_coefficients, quartic_coefficients
 from ..whitening import Moments
 from . import triton_launch
-from .plain import Plan
+from .plan import Plan
 
 WIDEST = 128
 TILE = 64  # of a product. Matrices live in memory that stays in the cache: seven of them do not fit in registers

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling import BITS, STRIDES
-from .plain import Plan, View
+from .plan import Plan, View
 
 
 @triton.jit
