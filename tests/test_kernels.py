@@ -23,7 +23,7 @@ import ndpp
 import oracles
 from ndpp import kernels, rows
 from ndpp.geometry import Layout, conv_grid, pointwise_grid
-from ndpp.kernels import Plan, View, plain, plain_moments
+from ndpp.kernels import Plan, View, plain, plain_moments, plain_scale
 from ndpp.sampling import choose, draw, row_budget
 from ndpp.whitening import Moments
 
@@ -255,6 +255,52 @@ def test_products_of_bfloat16_decline(changes: dict[str, Any], monkeypatch: pyte
     case, dtype = CASES[7], changes.pop("dtype", torch.bfloat16)
     plan = case.plan(**{"solver": "quartic", **changes})
     assert not plain_moments.Looked(case.input(dtype), None, draw(torch.device("cpu")), case.view(), plan).narrow
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("large", [1, 10**6], ids=["a call for every sample", "pieces"])
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["without products of bfloat16", "with products of bfloat16"])
+def test_passes_of_the_scale(
+    dtype: torch.dtype, channels_last: bool, large: int, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """y·gain + b, dy·gain and ⟨dx, x⟩ / gain: one rounding of the result, whatever way through memory they take."""
+    monkeypatch.setattr(plain_scale, "multiplies_bfloat16", lambda: bfloat16)
+    monkeypatch.setattr(plain_scale, "LARGE_SAMPLE", large)
+    monkeypatch.setattr(plain_scale, "PIECE", 150)
+    case = Case("passes", 6, (5, 4), (3, 3), batch=7, scale="l1")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, grad = case.input(dtype, channels_last), case.input(dtype, channels_last) - 0.2
+    gain, bias = torch.rand(7, 1, 1, 1, dtype=wide) + 0.5, torch.randn(6, 1, 1, dtype=wide)
+    gain[3] = 0
+    y, digits = x.clone(), torch.finfo(dtype).eps
+    assert plain.scaled_output_(y, gain, bias) is y
+    close(y, x.double() * gain + bias, 2 * digits)
+    back = plain.scaled_gradient(grad, gain)
+    assert back.dtype == dtype
+    assert back.stride() == grad.stride()
+    close(back, grad.double() * gain, digits)
+    inner = (x.double() * grad.double()).sum((1, 2, 3), keepdim=True)
+    want = torch.where(gain > 0, inner / gain.clamp_min(0.1), 0)
+    close(plain.gain_adjoint(grad, x, gain, case.plan()), want, 9 * digits if dtype == wide else digits)
+    apart = grad.contiguous(memory_format=torch.contiguous_format if channels_last else torch.channels_last)
+    close(plain.gain_adjoint(apart, x, gain, case.plan()), want, 9 * digits if dtype == wide else digits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_passes_of_the_scale_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, where every row has its gain and features lie last."""
+    monkeypatch.setattr(plain_scale, "PIECE", 40)
+    case = Case("passes", 6, (5,), batch=7, scale="l1")
+    x, grad = case.input(dtype), case.input(dtype) - 0.2
+    gain, bias = torch.rand(7, 1, 5) + 0.5, torch.randn(6)
+    y, digits = x.movedim(1, -1).clone(), torch.finfo(dtype).eps
+    close(plain.scaled_output_(y, gain.movedim(1, -1), bias), (x.double() * gain).movedim(1, -1) + bias, 2 * digits)
+    close(
+        plain.scaled_gradient(grad.movedim(1, -1), gain.movedim(1, -1)), (grad.double() * gain).movedim(1, -1), digits
+    )
+    want = (x.double() * grad.double()).sum(1, keepdim=True) / gain
+    close(plain.gain_adjoint(grad, x, gain, case.plan()), want, 1e-6)
 
 
 def some_moments(blocks: int, f: int, last: int = 0, device: str = "cpu") -> tuple[Moments, Plan]:

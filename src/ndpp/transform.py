@@ -18,16 +18,12 @@ from torch import Tensor
 
 from . import kernels, sync
 from .geometry import Grid
-from .keeping import readable
 from .kernels import Plan
 from .stages import stages
 from .whitening import Moments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-LARGE_SAMPLE = 1 << 16  # values of an output that are worth a call of their own
 
 
 class Again(NamedTuple):
@@ -146,7 +142,7 @@ def scaled_output(
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or forward_mode:
         return (y * gain + bias).to(y.dtype)
     if not torch.is_grad_enabled():
-        return _scale_(y, gain, bias)
+        return kernels.scaled_output_(y, gain, bias)
     if link is None:
         return (y * gain + bias).to(y.dtype)
     scaled: Tensor = Scaling.apply(y, gain, bias, x, weight, operation, link)
@@ -174,7 +170,7 @@ class Scaling(torch.autograd.Function):
         ctx.save_for_backward(gain, x, weight)
         ctx.told = bias.shape, bias.dtype, operation, link
         ctx.mark_dirty(y)
-        return _scale_(y, gain, bias)
+        return kernels.scaled_output_(y, gain, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -185,15 +181,7 @@ class Scaling(torch.autograd.Function):
         if link.explicit:
             of_gain = (grad * operation(x, weight, None)).to(gain.dtype).sum_to_size(gain.shape)
         of_bias = grad.sum_to_size(shape).to(dtype)
-        return (grad * gain).to(grad.dtype), of_gain, of_bias, None, None, None, None
-
-
-def _scale_(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    if readable(y) and y.dtype == gain.dtype and gain.numel() == len(y) and y.numel() > LARGE_SAMPLE * len(y):
-        for one, own in zip(y, gain.flatten().tolist(), strict=True):  # one pass through memory in place of two
-            torch.add(bias, one, alpha=own, out=one)
-        return y
-    return y.mul_(gain).add_(bias)
+        return kernels.scaled_gradient(grad, gain), of_gain, of_bias, None, None, None, None
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

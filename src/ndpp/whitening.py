@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .keeping import readable
+
 SMALLEST_UNIT = 2.0**-100  # squares of anything in this unit stay normal numbers in float32
 
 
@@ -78,8 +80,9 @@ def sample_scale(
 
 def _mean_size(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     """Mean |x| without a copy of |x|: by lines, as a norm of many values loses digits on a CPU."""
-    lines: Tensor = torch.linalg.vector_norm(x, 1, dim[-1:], keepdim=True)
-    total = lines.sum(dim[:-1], keepdim=True) if len(dim) > 1 else lines
+    along = min(dim, key=x.stride) if readable(x) else dim[-1]  # as they lie in memory
+    lines: Tensor = torch.linalg.vector_norm(x, 1, along, keepdim=True)
+    total = lines.sum(dim, keepdim=True) if len(dim) > 1 else lines
     return total / math.prod([x.shape[i] for i in dim])
 
 

@@ -29,6 +29,8 @@ from .plain import (
     newest_weight,
     scale,
     scale_adjoint_,
+    scaled_gradient,
+    scaled_output_,
     scaled_part,
     usable,
 )
@@ -50,6 +52,8 @@ __all__ = [
     "root_adjoint",
     "scale",
     "scale_adjoint_",
+    "scaled_gradient",
+    "scaled_output_",
     "scaled_part",
     "usable",
 ]

@@ -14,9 +14,9 @@ from torch import Tensor
 from .. import adjoints, roots, whitening
 from ..geometry import grouped, ungrouped
 from ..keeping import known
-from ..sampling import lattice
 from ..whitening import Moments
 from .plain_moments import moments, moments_adjoint_
+from .plain_scale import gain_adjoint, scale, scale_adjoint_, scaled_gradient, scaled_output_, scaled_part
 from .plan import Plan, View
 
 __all__ = [
@@ -35,41 +35,11 @@ __all__ = [
     "root_adjoint",
     "scale",
     "scale_adjoint_",
+    "scaled_gradient",
+    "scaled_output_",
     "scaled_part",
     "usable",
 ]
-
-# --- S ---
-
-
-def scale(x: Tensor, plan: Plan) -> Tensor:
-    """The gain of every row (batch, 1, *sizes) or sample (batch, 1, 1…); not for "standardize"."""
-    part, dim = scaled_part(x, plan)
-    return whitening.sample_scale(part, plan.scale, dim, eps=plan.scale_eps)[1]
-
-
-def gain_adjoint(grad: Tensor, x: Tensor, gain: Tensor, plan: Plan) -> Tensor:
-    """The gradient of the gain of f(x)·gain, with f linear, from what f hands back to x: ⟨x, fᵀ(dy)⟩, over the gain."""
-    dim = (1,) if plan.per_row else tuple(range(1, x.dim()))
-    total = torch.sum(grad * x, dim, keepdim=True, dtype=gain.dtype)
-    return total * whitening.reciprocal(gain, where=gain > 0)
-
-
-def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, plan: Plan) -> None:
-    """Add to the gradient of x what comes by way of the gain."""
-    part, dim = scaled_part(x, plan)
-    added = adjoints.scale_adjoint(part.to(gain.dtype), plan.scale, dim, gain, grad_gain)
-    scaled_part(grad, plan)[0].add_(added.to(grad.dtype))
-
-
-def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
-    """What of x enters the scale, and over which axes."""
-    if plan.per_row:
-        return x, (1,)
-    channels = plan.layout.groups * plan.layout.channels  # not those of x, which may be a mask
-    at: tuple[Any, ...] = (..., *lattice(channels, tuple(x.shape[2:]), plan.scale_positions))
-    return x[at], tuple(range(1, x.dim()))
-
 
 # --- D and D·W ---
 
