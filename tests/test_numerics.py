@@ -242,3 +242,26 @@ def test_groups_of_one_sample_with_channels_last() -> None:
         layer(x).square().sum().backward()
         grads.append((layer.weight.grad, x.grad))
     torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", [case for case in CASES if case.layer != "Linear"], ids=str)
+def test_channels_last_in_single_precision(case: Case, training: bool) -> None:
+    """The bias has a gradient of its own there; outputs may be written over, and gradients differentiated."""
+
+    def run(dtype: torch.dtype, last: bool) -> list[Tensor]:
+        layer = case.build(Settings(rows=None, eps=1e-2)).to(dtype)
+        layer(case.input(dtype)[:3])  # something to evaluate with
+        layer.train(training)
+        x = case.input(dtype)
+        x = (x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x).requires_grad_()
+        y = layer(x)
+        assert not y._is_view()
+        loss = y.mul_(2).square().mul(torch.sin(torch.arange(y.numel())).reshape(y.shape)).sum()
+        leaves = [x, *layer.parameters()]
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        second = torch.autograd.grad(sum(part.square().sum() for part in first), leaves)
+        return [y, *first, *second]
+
+    for got, want in zip(run(torch.float32, last=True), run(torch.float64, last=False), strict=True):
+        assert relative(got, want) < 2e-3

@@ -18,7 +18,7 @@ from .sampling import draw, rows_for
 from .settings import Settings
 from .stages import axes_of, plan_key
 from .statistics import RunningMoments
-from .transform import Again, Link, Transform, declines, no_autocast, scaled_output
+from .transform import Again, Link, Transform, declines, no_autocast, scaled_output, shifted_output
 from .whitening import Moments
 
 
@@ -128,7 +128,7 @@ class Decorrelated(Recorded):
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
-            y = operation(x, weight, bias)
+            y = operation(x, weight, bias) if self._per_row_scale else shifted_output(operation, x, weight, bias)
         elif self._per_row_scale:  # features last
             y = scaled_output(operation, x, weight, gain.movedim(1, -1), bias, link)
         else:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import kernels, sync
 from .geometry import Grid
+from .keeping import readable
 from .kernels import Plan
 from .stages import stages
 from .whitening import Moments
@@ -147,6 +148,32 @@ def scaled_output(
         return (y * gain + bias).to(y.dtype)
     scaled: Tensor = Scaling.apply(y, gain, bias, x, weight, operation, link)
     return scaled
+
+
+def shifted_output(operation: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """operation(x, weight, bias) with channels in axis 1; the gradient of the bias by the faster of two ways."""
+    recorded = torch.is_grad_enabled() and bias.requires_grad and torch.autograd.forward_ad._current_level < 0
+    slow = x.dtype == torch.float32 and x.stride(1) == 1 and readable(x)
+    if not (recorded and slow):
+        return operation(x, weight, bias)
+    shifted: Tensor = Shift.apply(operation(x, weight, bias.detach()), bias)
+    return shifted
+
+
+class Shift(torch.autograd.Function):
+    """y, which holds the bias already, with a sum for its gradient.
+
+    On a CPU and in channels-last float32 the convolution's own takes six times as long, an eighth of its backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.sum([axis for axis in range(grad.dim()) if axis != 1])
 
 
 class Scaling(torch.autograd.Function):
