@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from . import (
     adoption,
@@ -23,6 +25,7 @@ from . import (
     sweep,
     targets,
 )
+from .records import KEEPS_MEMORY
 
 COMMANDS = {
     "targets": targets,
@@ -52,7 +55,11 @@ def main() -> None:
         about = str(module.__doc__)
         first = " ".join(about.split("\n\n")[0].split())
         module.arguments(commands.add_parser(name, description=about, help=first))
+    parser.add_argument("--keep-memory", action="store_true", help="on a CPU: keep what is freed, as a GPU's allocator does")
     options = parser.parse_args()
+    if options.keep_memory and any(os.environ.get(name) != value for name, value in KEEPS_MEMORY.items()):
+        command = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **KEEPS_MEMORY})
     COMMANDS[options.command].main(options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -17,10 +18,16 @@ import ndpp
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# With these in its environment glibc keeps freed memory. By default it gives large tensors back and is handed them again
+# page by page, which can take longer than what is computed with them.
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
 def device_name(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    keeps = ", memory kept" if all(os.environ.get(name) == value for name, value in KEEPS_MEMORY.items()) else ""
+    return f"{platform.machine()}, {torch.get_num_threads()} threads{keeps}"
 
 
 def header(device: str) -> str:
