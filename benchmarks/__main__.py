@@ -55,7 +55,7 @@ def main() -> None:
         about = str(module.__doc__)
         first = " ".join(about.split("\n\n")[0].split())
         module.arguments(commands.add_parser(name, description=about, help=first))
-    parser.add_argument("--keep-memory", action="store_true", help="on a CPU: keep what is freed, as a GPU's allocator does")
+    parser.add_argument("--keep-memory", action="store_true", help="on a CPU: keep what is freed, as is done on a GPU")
     options = parser.parse_args()
     if options.keep_memory and any(os.environ.get(name) != value for name, value in KEEPS_MEMORY.items()):
         command = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]

@@ -82,7 +82,7 @@ def of_layer(layer: Decorrelated, positions: int, size: int) -> dict[str, float]
         looked = positions // plan.stride ** len(layer.weight.shape[2:])
     outputs = plan.outputs(layer.weight) // plan.layout.groups
     k = settings.steps
-    products = 2 + 4 if settings.solver == "quartic" else (3 * k - 4) + (8 * k - 12)
+    products = 2 + 3 if settings.solver == "quartic" else (3 * k - 4) + (8 * k - 12)
     found = dict.fromkeys((*STAGES, "layers", "gb"), 0.0)
     for part, (own, f) in zip(plan.layout.parts, plan.layout.widths, strict=True):
         blocks = plan.layout.groups * part.blocks

@@ -18,8 +18,8 @@ import ndpp
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# With these in its environment glibc keeps freed memory. By default it gives large tensors back and is handed them again
-# page by page, which can take longer than what is computed with them.
+# With these in its environment glibc keeps what is freed. By default it gives large tensors back, and is handed them
+# again page by page, which can take longer than what is computed with them.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 

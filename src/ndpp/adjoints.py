@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .roots import (
     EighRoot,
+    Square,
     frobenius,
     last_steps,
     newton_coefficients,
     plus_identity,
-    quartic_coefficients,
-    quartic_parts,
+    quartic_factor,
+    quartic_square,
     symmetric_product,
 )
 from .whitening import variance_floor
@@ -82,15 +83,15 @@ def inverse_sqrt_adjoint(
     The result is a polynomial of A, whose derivative is self-adjoint: the iteration run on (M, dM) side by side, with
     the gradient in the place of dM, is its own adjoint. Its sums of two products are symmetric.
     """
-    grad = (grad + grad.mT) / 2
+    both = grad + grad.mT
     if solver == "eigh":
         _, inverse, eigenvalues, vectors = EighRoot.forward(a)
-        return EighRoot.adjoint(inverse, eigenvalues, vectors, grad)
+        return EighRoot.adjoint(inverse, eigenvalues, vectors, both / 2)
     norm, present = frobenius(a, in_unit)
     m = a / norm
-    dm = grad * norm.rsqrt()
+    dm = both * (norm.rsqrt() / 2)
     if solver == "quartic":
-        dx = _quartic_derivative(m, dm, quartic_coefficients(steps))
+        dx = _quartic_derivative(m, dm, quartic_square(steps))
     else:
         dx = _newton_derivative(m, dm, newton_coefficients(solver, steps))
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
@@ -99,12 +100,10 @@ def inverse_sqrt_adjoint(
     return back if present is None else torch.where(present, back, 0.0)
 
 
-def _quartic_derivative(m: Tensor, dm: Tensor, c: Sequence[float]) -> Tensor:
-    """dX of `roots._quartic`: four products, one of which is computed again."""
-    s, r = quartic_parts(m, c)
-    ds = _of_square(m, dm, 0.0, 1.0)
-    dr = torch.add(c[3] * dm, ds, alpha=c[4])
-    return symmetric_product((ds, r), (s, dr), plus=torch.add(c[1] * dm, ds, alpha=c[2]))
+def _quartic_derivative(m: Tensor, dm: Tensor, c: Square) -> Tensor:
+    """dX of `roots._quartic`: three products, one of which is computed again."""
+    q, dq = quartic_factor(m, c), _of_square(m, dm, 1.0, plus=dm, share=c.inner)
+    return _of_square(q, dq, c.times, plus=dm, share=c.slope)
 
 
 def _newton_derivative(m: Tensor, dm: Tensor, coefficients: Sequence[tuple[float, float]]) -> Tensor:
@@ -119,12 +118,12 @@ def _newton_derivative(m: Tensor, dm: Tensor, coefficients: Sequence[tuple[float
             dx = symmetric_product((dx, m), (x, dm), plus=dx, share=alpha, times=beta)
             x = symmetric_product((x, m), plus=x, share=alpha, times=beta)
         p = symmetric_product((m, m), plus=m, share=alpha, times=beta)
-        dp = _of_square(m, dm, alpha, beta)
+        dp = _of_square(m, dm, beta, plus=dm, share=alpha)
         dm = symmetric_product((dm, p), (m, dp), plus=dp, share=alpha, times=beta)
         m = symmetric_product((m, p), plus=p, share=alpha, times=beta)
     (alpha, beta), last = coefficients[-2:]
     q, p, r = last_steps(m, (alpha, beta), last)
-    dp = _of_square(m, dm, alpha, beta)
+    dp = _of_square(m, dm, beta, plus=dm, share=alpha)
     sum_ = torch.add(last[0] * beta * dm, dp, alpha=last[1] * alpha**2)
     dq = symmetric_product((dp, r), (p, torch.add(dp, dm, alpha=alpha)), plus=sum_, times=last[1] * beta)
     if x is not None and dx is not None:
@@ -133,7 +132,7 @@ def _newton_derivative(m: Tensor, dm: Tensor, coefficients: Sequence[tuple[float
     return dq if m is start else symmetric_product((d_start, q), (start, dq), plus=dq, share=alpha, times=beta)
 
 
-def _of_square(m: Tensor, dm: Tensor, alpha: float, beta: float) -> Tensor:
-    """The derivative of αM + βM²."""
-    k = torch.baddbmm(dm, m, dm, beta=alpha / 2, alpha=beta)
+def _of_square(m: Tensor, dm: Tensor, times: float, *, plus: Tensor, share: float) -> Tensor:
+    """share·plus and the derivative of times·M²: one product K, as MdM + dMM is K + Kᵀ of symmetric matrices."""
+    k = torch.baddbmm(plus, m, dm, beta=share / 2, alpha=times)
     return k + k.mT

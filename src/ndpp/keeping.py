@@ -35,9 +35,9 @@ def multiplies_bfloat16() -> bool:
     return bool(torch._C._has_mkldnn and any(ask is not None and ask() for ask in asked))
 
 
-def known(flag: Tensor) -> bool | None:
-    """The flag as a bool, where it is readable."""
-    return bool(flag) if readable(flag) else None
+def seen(rows: Tensor) -> bool | None:
+    """Whether there were rows, where their number is readable."""
+    return bool(rows > 0) if readable(rows) else None
 
 
 def kept(make: Callable[..., Made]) -> Callable[..., Made]:

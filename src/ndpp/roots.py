@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ def inverse_sqrt(a: Tensor, *, solver: str, steps: int, in_unit: bool = False) -
     norm, present = frobenius(a, in_unit)
     m = a / norm
     if solver == "quartic":
-        root = _quartic(m, quartic_coefficients(steps))
+        root = _quartic(m, quartic_square(steps))
     else:
         root = _coupled_newton(m, newton_coefficients(solver, steps))
     root = root * norm.rsqrt()
@@ -81,16 +81,15 @@ def frobenius(a: Tensor, in_unit: bool) -> tuple[Tensor, Tensor | None]:
     return torch.where(present, norm, 1.0).sqrt() * peak, present
 
 
-def _quartic(m: Tensor, c: Sequence[float]) -> Tensor:
-    """c₀ + c₁M + c₂M² + c₃M³ + c₄M⁴, by two products."""
-    s, r = quartic_parts(m, c)
-    return plus_identity(symmetric_product((s, r), plus=torch.add(c[1] * m, s, alpha=c[2])), c[0])
+def _quartic(m: Tensor, c: Square) -> Tensor:
+    """The polynomial by two products, each of a matrix with itself."""
+    q = quartic_factor(m, c)
+    return plus_identity(symmetric_product((q, q), plus=m, share=c.slope, times=c.times), c.constant)
 
 
-def quartic_parts(m: Tensor, c: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """S = M² and c₃M + c₄S: the factors of the part of degree three and four."""
-    s = symmetric_product((m, m))
-    return s, torch.add(c[3] * m, s, alpha=c[4])
+def quartic_factor(m: Tensor, c: Square) -> Tensor:
+    """M² + inner·M + shift·I."""
+    return plus_identity(symmetric_product((m, m), plus=m, share=c.inner), c.shift)
 
 
 def _coupled_newton(m: Tensor, coefficients: Sequence[tuple[float, float]]) -> Tensor:
@@ -203,12 +202,34 @@ def _closest_quartic(steps: int) -> tuple[float, ...]:
     return tuple(float(value) for value in c)
 
 
+class Square(NamedTuple):
+    """constant + slope·λ + times·(λ² + inner·λ + shift)², which every polynomial of degree four is."""
+
+    constant: float
+    slope: float
+    times: float
+    inner: float
+    shift: float
+
+
+def _as_square(c: tuple[float, ...]) -> Square:
+    inner = c[3] / (2 * c[4])
+    shift = (c[2] / c[4] - inner**2) / 2
+    return Square(c[0] - c[4] * shift**2, c[1] - 2 * c[4] * inner * shift, c[4], inner, shift)
+
+
 _QUARTICS = {steps: _closest_quartic(steps) for steps in range(1, 6)}  # numbers, for code that is traced
+_SQUARES = {steps: _as_square(c) for steps, c in _QUARTICS.items()}
 
 
 def quartic_coefficients(steps: int) -> tuple[float, ...]:
     """c₀ … c₄ of the polynomial that follows so many Newton steps."""
     return _QUARTICS[steps]
+
+
+def quartic_square(steps: int) -> Square:
+    """The same polynomial as it is computed."""
+    return _SQUARES[steps]
 
 
 @functools.cache

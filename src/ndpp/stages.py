@@ -18,7 +18,7 @@ from torch.library import custom_op
 
 from . import kernels
 from .geometry import Axis, Grid, Layout
-from .keeping import known
+from .keeping import seen
 from .kernels import Plan, View
 from .sampling import row_budget
 from .whitening import Moments, statistics_dtype
@@ -92,7 +92,7 @@ def _moments_adjoint(
     """Add to the gradient of x; the gradient of the gain (nothing where there is none)."""
     plan, stats = plan_of(key), Moments(*batch)
     of_gain = None
-    if x.numel() > 0 and known(stats.rows > 0) is not False:
+    if x.numel() > 0 and seen(stats.rows) is not False:
         view = _view(x, axes, rows, plan)
         of_gain = kernels.moments_adjoint_(grad, grad_stats[0], grad_stats[1], stats, x, gain, draws, view, plan)
     if gain is None:
@@ -124,12 +124,13 @@ def _fold_adjoint(
     of_d, of_mean, of_weight = kernels.folded_adjoint(
         d, Moments(stats.rows, mean, stats.cov, unit), weight, grad_folded, grad_constant, plan
     )
-    seen = known(stats.rows > 0)
-    if seen is False:
+    own = seen(stats.rows)
+    if own is False:
         return [of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)]
     of_cov = kernels.root_adjoint(stats, d, of_d, plan)
-    if seen is None:
-        of_mean, of_cov = (torch.where(stats.rows > 0, g, 0.0) for g in (of_mean, of_cov))
+    if own is None:
+        some = stats.rows > 0
+        of_mean, of_cov = torch.where(some, of_mean, 0.0), torch.where(some, of_cov, 0.0)
     return [of_weight, of_mean, of_cov]
 
 

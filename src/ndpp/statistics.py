@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import Layout
-from .keeping import is_traced, known
+from .keeping import is_traced, readable
 from .kernels import Plan, Running, absolute, newest_weight, observe_, root
 from .settings import Settings
 from .sync import join
@@ -98,7 +98,7 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        if known(self.step_rows == 0) is None:
+        if not readable(self.step_rows):
             step = self.step_rows, self.step_mean, self.step_cov
             state = Running(self.running_mean, self.running_cov, self.num_batches_tracked, *step)
             observe_(state, batch, self.settings.momentum, more_may_come)

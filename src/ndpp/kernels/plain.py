@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import adjoints, roots, whitening
 from ..geometry import grouped, ungrouped
-from ..keeping import known
+from ..keeping import kept, seen
 from ..whitening import Moments
 from .plain_moments import moments, moments_adjoint_
 from .plain_scale import gain_adjoint, scale, scale_adjoint_, scaled_gradient, scaled_output_, scaled_part
@@ -46,17 +46,17 @@ __all__ = [
 
 def usable(batch: Moments, running_mean: Tensor, running_cov: Tensor, tracked: Tensor, plan: Plan) -> Moments:
     """The batch's moments, or the running ones where it has none to give (all padding, or not finite)."""
-    seen = known(batch.rows > 0)
-    if seen:
+    own = seen(batch.rows)
+    if own:
         return batch
-    if seen is False or batch.mean.requires_grad:
-        running = whitening.in_unit(tracked.to(batch.rows.dtype), running_mean, running_cov, plan.eps)
-        if seen is False:
-            return running
-        return Moments(*(torch.where(batch.rows > 0, b, r) for b, r in zip(batch, running, strict=True)))
-    # Moments of nothing are zeros: the running ones are added to them, in unit 1, without asking the device.
     some = batch.rows > 0
-    share = torch.where(some, 0.0, 1.0).to(batch.rows.dtype)
+    if own is False or batch.mean.requires_grad:
+        running = whitening.in_unit(tracked.to(batch.rows.dtype), running_mean, running_cov, plan.eps)
+        if own is False:
+            return running
+        return Moments(*(torch.where(some, b, r) for b, r in zip(batch, running, strict=True)))
+    # Moments of nothing are zeros: the running ones are added to them, in unit 1, without asking the device.
+    share = some.logical_not().to(batch.rows.dtype)
     mean, cov = torch.addcmul(batch.mean, running_mean, share), torch.addcmul(batch.cov, running_cov, share)
     return Moments(torch.where(some, batch.rows, tracked), mean, cov, torch.where(some, batch.unit, 1.0))
 
@@ -65,13 +65,18 @@ def root(stats: Moments, plan: Plan) -> Tensor:
     """D in the unit of the moments. Of no rows at all it is the identity: the layer is then the stock layer."""
     widths = plan.layout.feature_counts(stats.cov.device)
     options: Any = {"eps": plan.eps, "shrinkage": plan.shrinkage, "widths": widths}
-    seen = known(stats.rows > 0)
-    if seen is not False:
+    own = seen(stats.rows)
+    if own is not False:
         d = roots.decorrelate(stats, solver=plan.solver, steps=plan.steps, **options)
-        if seen:
+        if own:
             return d
-    identity = torch.eye(stats.cov.shape[-1], dtype=stats.cov.dtype, device=stats.cov.device) * stats.unit
-    return identity.expand_as(stats.cov) if seen is False else torch.where(stats.rows > 0, d, identity)
+    identity = _identity(stats.cov.shape[-1], stats.cov.dtype, stats.cov.device) * stats.unit
+    return identity.expand_as(stats.cov) if own is False else torch.where(stats.rows > 0, d, identity)
+
+
+@kept
+def _identity(f: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(f, dtype=dtype, device=device)
 
 
 def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..roots import newton_coefficients, quartic_coefficients
+from ..roots import newton_coefficients, quartic_square
 from ..whitening import Moments
 from . import triton_launch
 from .plan import Plan
@@ -58,10 +58,11 @@ def _update(out, old, alpha, beta, a, b, c, d, F: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
-def _sum(out, alpha, a, beta, b, F: tl.constexpr):
-    """out = α·a + β·b, all F×F in memory."""
-    at = tl.arange(0, F)[:, None] * F + tl.arange(0, F)[None, :]
-    tl.store(out + at, alpha * tl.load(a + at) + beta * tl.load(b + at))
+def _plus_identity_(m, share, F: tl.constexpr):
+    """m += share·I, F×F in memory."""
+    at = tl.arange(0, F) * (F + 1)
+    tl.store(m + at, tl.load(m + at) + share)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -82,11 +83,9 @@ def _root(
     tl.store(m + at, a / norm)
     if QUARTIC:
         tl.debug_barrier()
-        _update(p, m, 0.0, 1.0, m, m, None, None, F, T, PRECISION)  # M²
-        _sum(m_new, COEFFICIENTS[3], m, COEFFICIENTS[4], p, F)
-        _sum(x_new, COEFFICIENTS[1], m, COEFFICIENTS[2], p, F)
-        tl.debug_barrier()
-        _update(x, x_new, 1.0, 1.0, p, m_new, None, None, F, T, PRECISION)
+        _update(p, m, COEFFICIENTS[3], 1.0, m, m, None, None, F, T, PRECISION)
+        _plus_identity_(p, COEFFICIENTS[4], F)
+        _update(x, m, COEFFICIENTS[1], COEFFICIENTS[2], p, p, None, None, F, T, PRECISION)
     else:
         tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
         tl.debug_barrier()
@@ -134,13 +133,10 @@ def _root_adjoint(
     tl.store(dm + at, g)
     if QUARTIC:
         tl.debug_barrier()
-        _update(p, m, 0.0, 1.0, m, m, None, None, F, T, PRECISION)  # M²
-        _update(dp, dm, 0.0, 1.0, m, dm, dm, m, F, T, PRECISION)
-        _sum(m_new, COEFFICIENTS[3], m, COEFFICIENTS[4], p, F)
-        _sum(dm_new, COEFFICIENTS[3], dm, COEFFICIENTS[4], dp, F)
-        _sum(dx_new, COEFFICIENTS[1], dm, COEFFICIENTS[2], dp, F)
-        tl.debug_barrier()
-        _update(dx, dx_new, 1.0, 1.0, dp, m_new, p, dm_new, F, T, PRECISION)
+        _update(p, m, COEFFICIENTS[3], 1.0, m, m, None, None, F, T, PRECISION)
+        _plus_identity_(p, COEFFICIENTS[4], F)
+        _update(dp, dm, COEFFICIENTS[3], 1.0, m, dm, dm, m, F, T, PRECISION)
+        _update(dx, dm, COEFFICIENTS[1], COEFFICIENTS[2], dp, p, p, dp, F, T, PRECISION)
     else:
         tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
         tl.store(dx + at, COEFFICIENTS[0][1] * g)
@@ -201,7 +197,7 @@ def _start(kernel, matrices: int, out: Tensor, stats: Moments, plan: Plan, **mor
         f=f,
         first_last=plan.layout.widths[0][0],  # blocks from this one on have the width of the last part
         last_width=plan.layout.widths[-1][1],
-        COEFFICIENTS=quartic_coefficients(plan.steps) if quartic else newton_coefficients(plan.solver, plan.steps),
+        COEFFICIENTS=tuple(quartic_square(plan.steps)) if quartic else newton_coefficients(plan.solver, plan.steps),
         QUARTIC=quartic,
         STEPS=plan.steps,
         SMALLEST=SMALLEST_RIDGE,
