@@ -18,8 +18,8 @@ from .roots import (
     last_steps,
     newton_coefficients,
     plus_identity,
+    quartic_coefficients,
     quartic_factor,
-    quartic_square,
     symmetric_product,
 )
 from .whitening import variance_floor
@@ -91,7 +91,7 @@ def inverse_sqrt_adjoint(
     m = a / norm
     dm = both * (norm.rsqrt() / 2)
     if solver == "quartic":
-        dx = _quartic_derivative(m, dm, quartic_square(steps))
+        dx = _quartic_derivative(m, dm, quartic_coefficients(steps))
     else:
         dx = _newton_derivative(m, dm, newton_coefficients(solver, steps))
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well

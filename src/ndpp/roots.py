@@ -64,7 +64,7 @@ def inverse_sqrt(a: Tensor, *, solver: str, steps: int, in_unit: bool = False) -
     norm, present = frobenius(a, in_unit)
     m = a / norm
     if solver == "quartic":
-        root = _quartic(m, quartic_square(steps))
+        root = _quartic(m, quartic_coefficients(steps))
     else:
         root = _coupled_newton(m, newton_coefficients(solver, steps))
     root = root * norm.rsqrt()
@@ -218,18 +218,12 @@ def _as_square(c: tuple[float, ...]) -> Square:
     return Square(c[0] - c[4] * shift**2, c[1] - 2 * c[4] * inner * shift, c[4], inner, shift)
 
 
-_QUARTICS = {steps: _closest_quartic(steps) for steps in range(1, 6)}  # numbers, for code that is traced
-_SQUARES = {steps: _as_square(c) for steps, c in _QUARTICS.items()}
+_QUARTICS = {steps: _as_square(_closest_quartic(steps)) for steps in range(1, 6)}  # not by code that is traced
 
 
-def quartic_coefficients(steps: int) -> tuple[float, ...]:
-    """c₀ … c₄ of the polynomial that follows so many Newton steps."""
+def quartic_coefficients(steps: int) -> Square:
+    """Of the polynomial that follows so many Newton steps."""
     return _QUARTICS[steps]
-
-
-def quartic_square(steps: int) -> Square:
-    """The same polynomial as it is computed."""
-    return _SQUARES[steps]
 
 
 @functools.cache

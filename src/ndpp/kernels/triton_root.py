@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..roots import newton_coefficients, quartic_square
+from ..roots import newton_coefficients, quartic_coefficients
 from ..whitening import Moments
 from . import triton_launch
 from .plan import Plan
@@ -182,6 +182,7 @@ def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
 def _start(kernel, matrices: int, out: Tensor, stats: Moments, plan: Plan, **more: Tensor) -> None:
     g, f = out.shape[:2]
     size, quartic = max(triton.next_power_of_2(f), 16), plan.solver == "quartic"
+    coefficients = quartic_coefficients(plan.steps) if quartic else newton_coefficients(plan.solver, plan.steps)
     triton_launch.launch(
         kernel,
         (g,),
@@ -197,7 +198,7 @@ def _start(kernel, matrices: int, out: Tensor, stats: Moments, plan: Plan, **mor
         f=f,
         first_last=plan.layout.widths[0][0],  # blocks from this one on have the width of the last part
         last_width=plan.layout.widths[-1][1],
-        COEFFICIENTS=tuple(quartic_square(plan.steps)) if quartic else newton_coefficients(plan.solver, plan.steps),
+        COEFFICIENTS=tuple(coefficients),
         QUARTIC=quartic,
         STEPS=plan.steps,
         SMALLEST=SMALLEST_RIDGE,
