@@ -20,6 +20,9 @@ from .config import RunConfig
 from .errors import ConfigError, RecipeError
 
 SHARDED = 1_000_000  # parameters above which FSDP gives a block its own all-gather
+# Seconds in which gloo's threads let go of what they exchanged. DDP keeps them beyond the group, and one that asks for
+# Python's lock while Python ends takes the process down, after all is done.
+LEAVE = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def joined(run: RunConfig) -> Iterator[Place]:
     )
     yield Place(rank, world, device)
     dist.destroy_process_group()
+    time.sleep(LEAVE)
 
 
 def _met(timeout: float) -> tuple[Any, int, int]:
