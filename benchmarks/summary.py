@@ -18,6 +18,7 @@ from . import (
     growth,
     inference,
     layer,
+    operations,
     runs,
     scaling,
     solver,
@@ -30,6 +31,7 @@ from . import (
 TABLES = {
     "aim": targets.table,
     "counted": counts.table,
+    "operations": operations.table,
     "baseline": step.table,
     "added_ms": growth.table,
     "added_percent": cpu_table.table,

@@ -480,6 +480,20 @@ def test_kernel_of_running_statistics(momentum: float | None, device: str) -> No
         close(got, want, 2e-6, name)
 
 
+@on_device
+def test_kernel_of_the_first_running_statistics(device: str) -> None:
+    """They are those of the first step, however small: nothing is left of the identity they started from."""
+    for observe_ in (taken("observe_"), plain.observe_):
+        buffers = torch.ones(1, 3), torch.eye(3)[None], torch.tensor(0)
+        zeros = torch.tensor(0.0), torch.zeros(1, 3), torch.zeros(1, 3, 3)
+        state = kernels.Running(*(t.to(device) for t in (*buffers, *zeros)))
+        mean, cov = torch.tensor([[1.0, -0.5, 0.25]]), torch.eye(3)[None] + 0.5
+        batch = Moments(torch.tensor(7.0), mean, cov, torch.tensor(2.0**-20))
+        observe_(state, Moments(*(t.to(device) for t in batch)), 0.1, True)
+        torch.testing.assert_close(state.mean.cpu(), mean * 2.0**-20, rtol=1e-6, atol=0)
+        torch.testing.assert_close(state.cov.cpu(), cov * 2.0**-40, rtol=1e-6, atol=0)
+
+
 LAYERS: dict[str, tuple[Any, tuple[int, ...], ndpp.Settings]] = {
     "linear": (lambda s: ndpp.Linear(6, 4, settings=s), (30, 6), ndpp.Settings(rows=11, scale="std")),
     "tokens": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(scale="l1", solver="minimax")),

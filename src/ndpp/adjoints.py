@@ -52,7 +52,7 @@ def regularise_adjoint(grad: Tensor, *, shrinkage: float, widths: Tensor | int) 
     return regular
 
 
-def moments_adjoint(centred: Tensor, grad_mean: Tensor, grad_cov: Tensor, total: float) -> Tensor:
+def moments_adjoint(centred: Tensor, grad_mean: Tensor, grad_cov: Tensor, total: float | Tensor) -> Tensor:
     """The gradient of rows (g, n, f) from those of mean and covariance, of each or of all g together.
 
     `centred` are the rows less their mean.
@@ -95,8 +95,8 @@ def inverse_sqrt_adjoint(
     else:
         dx = _newton_derivative(m, dm, newton_coefficients(solver, steps))
     # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well
-    along = -(dx * m).sum((-2, -1), keepdim=True) - (grad * root).sum((-2, -1), keepdim=True) / 2
-    back = torch.addcmul(dx, m, along) / norm
+    along = torch.addcmul(dx * m, grad, root, value=0.5).sum((-2, -1), keepdim=True)
+    back = torch.addcmul(dx, m, along, value=-1.0) / norm
     return back if present is None else torch.where(present, back, 0.0)
 
 

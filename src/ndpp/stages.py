@@ -118,20 +118,15 @@ def _fold_adjoint(
     weight: Tensor,
     key: str,
 ) -> list[Tensor]:
-    """Gradients of the weight, and of μ and Cov of the batch: zero where the running ones were used."""
+    """Gradients of the weight, and of μ and Cov of the batch: of no use where it had no rows."""
     plan, stats = plan_of(key), Moments(*batch)
     d, mean, unit = used
     of_d, of_mean, of_weight = kernels.folded_adjoint(
         d, Moments(stats.rows, mean, stats.cov, unit), weight, grad_folded, grad_constant, plan
     )
-    own = seen(stats.rows)
-    if own is False:
+    if seen(stats.rows) is False:
         return [of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)]
-    of_cov = kernels.root_adjoint(stats, d, of_d, plan)
-    if own is None:
-        some = stats.rows > 0
-        of_mean, of_cov = torch.where(some, of_mean, 0.0), torch.where(some, of_cov, 0.0)
-    return [of_weight, of_mean, of_cov]
+    return [of_weight, of_mean, kernels.root_adjoint(stats, d, of_d, plan)]
 
 
 # --- the same as operators ---

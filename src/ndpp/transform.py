@@ -124,7 +124,8 @@ class Transform(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             if group is not None:
-                of_stats = [*sync.join_adjoint(sync.Kept(*kept), of_stats[0], of_stats[1], group)]
+                of_mean, of_cov = (torch.where(batch[0] > 0, part, 0.0) for part in of_stats)
+                of_stats = [*sync.join_adjoint(sync.Kept(*kept), of_mean, of_cov, group)]
                 batch = local
             of_x = torch.zeros_like(x) if grad_x is None else grad_x
             of_gain = stage.moments_adjoint_(of_x, of_stats, batch, x, gain, draws, axes, rows, key)

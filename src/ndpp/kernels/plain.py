@@ -140,8 +140,8 @@ class Running(NamedTuple):
 def absolute(batch: Moments, like: Tensor) -> tuple[Moments, Tensor]:
     """These moments in unit 1, and whether they are worth anything. No covariance exceeds its two variances."""
     mean, cov = (batch.mean * batch.unit).to(like.dtype), (batch.cov * batch.unit.square()).to(like.dtype)
-    variance = cov.diagonal(dim1=-2, dim2=-1)
-    usable = (torch.isfinite(variance) & torch.isfinite(mean)).all() & (batch.rows > 0)
+    probe = mean.sum() + cov.diagonal(dim1=-2, dim2=-1).sum()
+    usable = (probe.abs() < math.inf) & (batch.rows > 0)
     return Moments(batch.rows.to(like.dtype), mean, cov, torch.ones_like(like)), usable
 
 
@@ -150,20 +150,24 @@ def newest_weight(tracked: Tensor, momentum: float | None, dtype: torch.dtype) -
     t = tracked.clamp_min(1).to(dtype)
     if momentum is None or momentum == 1.0:
         return 1.0 / t if momentum is None else torch.ones_like(t)
-    return momentum / -torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
+    return -momentum / torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
 
 
 def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
     """Take a call's moments into the step, and the step into the running statistics, without asking the device."""
     new, usable = absolute(batch, state.step_rows)
-    mean, cov = (torch.where(usable, n, old) for n, old in ((new.mean, state.step_mean), (new.cov, state.step_cov)))
     fresh = state.step_rows == 0
-    one = torch.ones_like(state.step_rows)
-    before = Moments(state.step_rows, state.step_mean, state.step_cov, one)
-    step = whitening.merge(before, Moments(torch.where(usable, new.rows, 0.0), mean, cov, new.unit))
+    rows = torch.where(usable, new.rows, 0.0)
+    total = state.step_rows + rows
+    share = rows / total.clamp_min(1.0)
     state.tracked.add_(fresh & usable)
     weight = torch.where(usable, newest_weight(state.tracked, momentum, state.mean.dtype), 0.0)
-    for running, value, old in ((state.mean, step.mean, state.step_mean), (state.cov, step.cov, state.step_cov)):
-        running.add_(weight * (value - torch.where(fresh, running, old)))
-        old.copy_(value)
-    state.step_rows.copy_(step.rows if more_may_come else torch.zeros_like(step.rows))
+    mean, cov = torch.where(usable, new.mean, state.step_mean), torch.where(usable, new.cov, state.step_cov)
+    delta = mean - state.step_mean
+    between = delta * torch.addcmul(share, share, share, value=-1.0)  # as in `whitening.merge`
+    before = [torch.where(fresh, *pair) for pair in ((state.mean, state.step_mean), (state.cov, state.step_cov))]
+    state.step_mean.lerp_(mean, share)
+    state.step_cov.lerp_(cov, share).addcmul_(between[:, :, None], delta[:, None, :])
+    for running, step, old in zip((state.mean, state.cov), (state.step_mean, state.step_cov), before, strict=True):
+        running.lerp_(step + (running - old), weight)  # the step itself, if it is the first
+    state.step_rows.copy_(total) if more_may_come else state.step_rows.zero_()

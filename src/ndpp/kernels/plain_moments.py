@@ -279,10 +279,9 @@ def _row_gradients(
             return torch.baddbmm(b, rows, a)
         return torch.baddbmm(b.mT, a.mT, rows.mT).mT  # as the rows lie in memory
     grad_mean, grad_cov, mean = (ordered(t) for t in own)
-    back = adjoints.moments_adjoint(rows / stats.unit - mean[:, None], grad_mean, grad_cov, count)
-    if unit is None:  # where there was nothing to look at, there is nothing to add
-        back = torch.where(stats.rows > 0, back, 0.0)
-    return back / stats.unit
+    back = adjoints.moments_adjoint(rows / stats.unit - mean[:, None], grad_mean, grad_cov, count * stats.unit)
+    # where there was nothing to look at, there is nothing to add
+    return torch.where(stats.rows > 0, back, 0.0) if unit is None else back
 
 
 def _as_patches(back: Tensor, run: Run, by_tap: bool, taps: int) -> Tensor:

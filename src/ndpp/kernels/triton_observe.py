@@ -58,7 +58,8 @@ def _observe_means(
         new = tl.where(finite, tl.load(mean + at, at < blocks * f, 0.0) * u, old)
         value, present = _lerp(old, new, share), tl.load(running_mean + at, at < blocks * f, 0.0)
         tl.store(delta + at, new - old, at < blocks * f)
-        tl.store(running_mean + at, present + weight * (value - tl.where(before == 0, present, old)), at < blocks * f)
+        target = value + tl.where(before == 0, 0.0, present - old)
+        tl.store(running_mean + at, _lerp(present, target, weight), at < blocks * f)
         tl.store(step_mean + at, value, at < blocks * f)
 
 
@@ -73,7 +74,7 @@ def _observe_covariances(flags, delta, running_cov, step_cov, cov, unit, blocks,
     new = tl.where(finite, tl.load(cov + at, inside, 0.0) * (u * u), old)
     between = share * (1 - share) * tl.load(delta + row, inside, 0.0) * tl.load(delta + column, inside, 0.0)
     value, present = _lerp(old, new, share) + between, tl.load(running_cov + at, inside, 0.0)
-    tl.store(running_cov + at, present + weight * (value - tl.where(fresh, present, old)), inside)
+    tl.store(running_cov + at, _lerp(present, value + tl.where(fresh, 0.0, present - old), weight), inside)
     tl.store(step_cov + at, value, inside)
 
 
