@@ -426,6 +426,45 @@ def attention(folder: Path) -> str | None:
     return "; ".join(filter(None, wrong))
 
 
+class Gated(nn.Module):
+    """Two layers that read one tensor, and one that reads what they make of it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = linear(settings), linear(settings), nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        y: Tensor = self.down(self.gate(x).tanh() * self.up(x))
+        return y
+
+
+@check(2)
+def layers_that_read_one_tensor(folder: Path) -> str | None:
+    """The ranks meet once each way for all of these layers."""
+    met, original = [], dist.all_reduce
+
+    def step(model: nn.Module, whole: bool, counts: Sequence[int]) -> dict[str, Tensor]:
+        z = (data() if whole else own(data(), list(counts))).clone().requires_grad_()
+        y = model(z)
+        y.pow(3).sum().backward()
+        return {"y": y.detach(), "dx": z.grad, **gradients(model)}
+
+    wrong = []
+    try:
+        dist.all_reduce = lambda buffer, **options: met.append(buffer) or original(buffer, **options)
+        for counts in ((20, 4), (24, 0)):
+            model, alone = Gated(EXACT), Gated(ALONE)
+            found = ndpp.share_(model, data())
+            met.clear()
+            wrong.append(against_one(model, alone, functools.partial(step, counts=counts)))
+            if found != [("gate", "up")] or len(met) != 2:
+                wrong.append(f"{found} met {len(met)} times")
+    finally:
+        dist.all_reduce = original
+    return "; ".join(filter(None, wrong))
+
+
 @check(2)
 def mixed_precision_by_autocast(folder: Path) -> str | None:
     """Statistics and their gradients stay in float32, also where the backward pass is under autocast."""

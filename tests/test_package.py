@@ -29,13 +29,15 @@ CORE = [
         "statistics",
         "stages",
         "transform",
+        "sharing",
         "recorded",
     ),
     *("decorrelated", "layers"),
 ]
 KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments"]
 KERNELS += ["triton_moments_adjoint", "triton_observe"]
-CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt", "convert", "fold"]
+CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt"]
+CONVERSION += ["convert", "fold", "share"]
 PACKAGES = ("conversion", "kernels")
 ORDER = [
     *CORE,
@@ -68,14 +70,14 @@ def test_import_adds_little_to_torch() -> None:
     )
     new = python(code).splitlines()
     assert set(new) <= {"ndpp", *(f"ndpp.{name}" for name in ORDER)} | {m for m in new if m.startswith("torch.")}
-    assert len(new) < 40
+    assert len(new) < 42
 
 
 def test_public_names() -> None:
     assert sorted(ndpp.__all__) == sorted(
         [
             *("Linear", *(f"Conv{t}{n}d" for t in ("", "Transpose") for n in (1, 2, 3)), "Settings", "mask"),
-            *("convert_", "fold_", "recalibrate_", "inspect", "Report", "Inspection", "__version__"),
+            *("convert_", "fold_", "recalibrate_", "share_", "inspect", "Report", "Inspection", "__version__"),
         ]
     )
     assert all(hasattr(ndpp, name) for name in ndpp.__all__)
@@ -102,7 +104,7 @@ def test_import_order() -> None:
 def test_core_is_small() -> None:
     lines = {name: len(file_of(name).read_text().splitlines()) for name in ORDER}
     assert max(lines.values()) < 400, lines
-    assert sum(lines[name] for name in CORE) < 4050
+    assert sum(lines[name] for name in CORE) < 4200
 
 
 def test_every_file_has_a_row_in_the_architecture() -> None:

@@ -1,6 +1,6 @@
 """ndpp: layers that decorrelate what they see, in place of normalisation."""
 
-from .conversion import Report, convert_, fold_
+from .conversion import Report, convert_, fold_, share_
 from .inspection import Inspection, inspect
 from .layers import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Linear
 from .masking import mask
@@ -25,4 +25,5 @@ __all__ = [
     "inspect",
     "mask",
     "recalibrate_",
+    "share_",
 ]

@@ -16,6 +16,7 @@ from .kernels import Plan
 from .recorded import Recorded, runs_in_float16
 from .sampling import draw, rows_for
 from .settings import Settings
+from .sharing import Found, Meeting, Visit
 from .stages import axes_of, plan_key
 from .statistics import RunningMoments
 from .transform import Again, Link, Transform, declines, no_autocast, scaled_output, shifted_output
@@ -40,6 +41,7 @@ class Decorrelated(Recorded):
     weight: Tensor
     _transposed = False
     _default_block = 64
+    _meeting: Meeting | None = None  # with other layers that read the same tensor
 
     def _setup(
         self,
@@ -81,6 +83,13 @@ class Decorrelated(Recorded):
         """Make an initialised stock layer, whose class has just become this one, decorrelate."""
         raise NotImplementedError
 
+    def train(self, mode: bool = True) -> Decorrelated:
+        """As in torch.nn. Nothing that was found for other layers is kept beyond."""
+        if self._meeting is not None:
+            self._meeting.clear()
+        super().train(mode)
+        return self
+
     def reset_parameters(self) -> None:
         """As in torch.nn; the running statistics are reset too."""
         super().reset_parameters()  # type: ignore[misc]
@@ -90,9 +99,9 @@ class Decorrelated(Recorded):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, settings={self.settings!r}"
 
-    def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor]) -> Tensor:
+    def _forward(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], source: Tensor) -> Tensor:
         bias: Any = self.bias
-        return self._product(x, grid, operation, self.weight, bias)
+        return self._product(x, grid, operation, self.weight, bias, source=source)
 
     def _product(
         self,
@@ -102,13 +111,14 @@ class Decorrelated(Recorded):
         weight: Tensor,
         bias: Tensor | None,
         others: Sequence[RunningMoments] = (),
+        source: Tensor | None = None,
     ) -> Tensor:
         """S·X·D·w + b by the stock operation(input, weight, bias) on (batch, channels, *sizes).
 
         The output of Linear has its features last.
 
         `others` are layers of the same settings that are applied to the same input by way of this one: a training call
-        counts for them, too.
+        counts for them, too. `source` is the input as the layer was given it: by that layers that meet know it.
         """
         if not x.is_floating_point():
             return operation(x, weight, bias)  # torch.nn's own error
@@ -120,9 +130,8 @@ class Decorrelated(Recorded):
                 x, gain = self._scaled(x, valid, narrow)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
-                through = self._recorded if declines(x, grid, valid, self.layout.taps) else self._transformed
                 layers = (self, *others)
-                trained = through(x, grid, weight, bias, valid, narrow, layers)
+                trained = self._trained(x, grid, weight, bias, valid, narrow, layers, source)
                 x, weight, bias, gain, batch, awaits_backward, link = trained
             else:
                 x, gain = self._scaled(x, valid, narrow)
@@ -139,6 +148,54 @@ class Decorrelated(Recorded):
                 layer._observe(batch, awaits_backward)
         return y
 
+    def _trained(
+        self,
+        x: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        narrow: bool,
+        layers: Sequence[RunningMoments],
+        source: Tensor | None,
+    ) -> Trained:
+        """A training call, by the way that its case takes."""
+        if declines(x, grid, valid, self.layout.taps):
+            return self._recorded(x, grid, weight, bias, valid, narrow, layers)
+        meeting, visit = self._meeting, self._visit(source, grid, narrow)
+        if meeting is None or visit is None:
+            return self._transformed(x, grid, weight, bias, valid, narrow, layers)[0]
+        found = meeting.fetch(self, visit)
+        if found is not None:
+            return self._follow(found, weight, bias, layers)
+        trained, found = self._transformed(x, grid, weight, bias, valid, narrow, layers, leads=True)
+        assert found is not None
+        meeting.leave(self, visit, found)
+        return trained
+
+    def _visit(self, source: Tensor | None, grid: Grid, narrow: bool) -> Visit | None:
+        """By what layers that meet know that they look for the same; None where that cannot be known."""
+        if self._meeting is None or source is None or torch.compiler.is_compiling() or source.is_inference():
+            return None
+        stream = torch.cuda.current_stream(source.device) if source.is_cuda else None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # inside a checkpoint, or outside of it
+        mode = torch.is_grad_enabled(), _is_recomputation(), hooks, narrow, stream
+        return Visit(source, source._version, (self.settings, self._plan_key, axes_of(grid), *mode))
+
+    def _follow(self, found: Found, weight: Tensor, bias: Tensor | None, layers: Sequence[RunningMoments]) -> Trained:
+        """A training call on what another layer has found in the same tensor."""
+        weight, bias = self._folded(*found.used, weight, bias)
+        bias, awaits_backward = self._ended(bias, layers)
+        return Trained(found.x, weight, bias, found.gain, found.batch, awaits_backward, found.link)
+
+    def _ended(self, bias: Tensor, layers: Sequence[RunningMoments]) -> tuple[Tensor, bool]:
+        """Let the backward pass through the bias end the step of these layers, if there will be one."""
+        awaits_backward = False
+        if not _is_recomputation():
+            for layer in layers:
+                bias, awaits_backward = layer._end_step_after(bias)
+        return bias, awaits_backward
+
     def _transformed(
         self,
         x: Tensor,
@@ -148,8 +205,9 @@ class Decorrelated(Recorded):
         valid: Tensor | None,
         narrow: bool,
         layers: Sequence[RunningMoments],
-    ) -> Trained:
-        """A training call as one node of the graph."""
+        leads: bool = False,
+    ) -> tuple[Trained, Found | None]:
+        """A training call as one node of the graph; if it leads, what others that read the same input need."""
         plan, key = self._plan, self._plan_key
         finite = _is_finite(x, None) if self.settings.nonfinite == "raise" else None
         if x.numel() == 0:
@@ -165,19 +223,20 @@ class Decorrelated(Recorded):
             def once_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
                 gain = kernels.scale(x, plan) if plan.scale != "none" else None
                 stats = self._usable(self._moments_of_call(x, gain, grid, None, draws, finite))
-                return x, *self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias), gain
+                d = self._solve(stats)
+                for_others = (d, stats.mean) if leads else ()
+                return x, *self._folded(d, stats.mean, stats.unit, weight, bias), gain, *for_others
 
             again, link = Again(once_more, tokens), Link() if plan.scale != "none" else None
         group = sync.group_of(self.settings.sync)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []
-        x, weight, bias, *batch = Transform.apply(
-            x, weight, bias, draws, finite, *running, tuple(axes_of(grid)), key, plan, group, again, link, *ends
-        )
-        gain = batch[4] if plan.scale != "none" else None
-        moments = Moments(*batch[:4])
+        told = (tuple(axes_of(grid)), key, plan, group, again, link, leads)
+        x, weight, bias, *more = Transform.apply(x, weight, bias, draws, finite, *running, *told, *ends)
+        moments, gain = Moments(*more[:4]), more[4] if plan.scale != "none" else None
         x = x if finite is None else self._checked(x, moments)
-        return Trained(x, weight, bias, gain, moments, awaits_backward and bias.requires_grad, link)
+        trained = Trained(x, weight, bias, gain, moments, awaits_backward and bias.requires_grad, link)
+        return trained, Found(x, gain, moments, (more[-3], more[-2], more[-1]), link) if leads else None
 
     def _recorded(
         self,
@@ -197,10 +256,7 @@ class Decorrelated(Recorded):
         x = x if finite is None else self._checked(x, batch)
         stats = self._usable(batch)
         weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
-        awaits_backward = False
-        if not _is_recomputation():
-            for layer in layers:
-                bias, awaits_backward = layer._end_step_after(bias)
+        bias, awaits_backward = self._ended(bias, layers)
         return Trained(x, weight, bias, gain, batch, awaits_backward)
 
     def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ class Conv1D(Decorrelated):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x[None] if x.dim() == 1 else x
-        y: Tensor = self._call(self._forward, rows.movedim(-1, 1), pointwise_grid(rows.shape[1:-1]), _product)
+        y: Tensor = self._call(self._forward, rows.movedim(-1, 1), pointwise_grid(rows.shape[1:-1]), _product, x)
         return y[0] if x.dim() == 1 else y
 
 
@@ -54,7 +54,7 @@ class Conv2dSame(Conv2d):
             x = F.pad(x, (*pairs[1], *pairs[0]))
             return F.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
 
-        y: Tensor = self._call(self._forward, x, grid, convolve)
+        y: Tensor = self._call(self._forward, x, grid, convolve, input)
         return y if input.dim() == 4 else y[0]
 
 

@@ -230,7 +230,9 @@ class _Watch:
         twin.__dict__["_product"] = self._product  # all that forward does once it knows its rows
         twin._collecting = "batch"  # every part of attention is called by itself
 
-    def _product(self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def _product(
+        self, x: Tensor, grid: Grid, operation: Callable[..., Tensor], *arguments: Any, source: object = None
+    ) -> Tensor:
         self.note = "" if self.note == "not called" else self.note
         valid = self.twin._valid(x)
         seen = (x if valid is None else x.movedim(1, -1)[valid]).to(statistics_dtype(x.dtype))

@@ -48,7 +48,7 @@ class Linear(Decorrelated, nn.Linear):
         if not is_tensor or input.shape[-1] != self.in_features or self.weight.numel() == 0:
             return self._call(super().forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
-        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear)
+        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear, input)
         return y[0] if input.dim() == 1 else y
 
 
@@ -97,7 +97,7 @@ class _Conv(Decorrelated, _ConvNd):
             return self._call(self._stock_forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
         grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
-        y: Tensor = self._call(self._forward, x, grid, self._conv_forward)
+        y: Tensor = self._call(self._forward, x, grid, self._conv_forward, input)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _ConvTranspose(Decorrelated, _ConvTransposeNd):
             y: Tensor = operation(x, weight, bias, self.stride, padding, extra, self.groups, self.dilation)
             return y
 
-        y: Tensor = self._call(self._forward, x, grid, transpose)
+        y: Tensor = self._call(self._forward, x, grid, transpose, input)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor, output_size: list[int] | None) -> Tensor:

@@ -113,17 +113,23 @@ def _fold(
 def _fold_adjoint(
     grad_folded: Tensor,
     grad_constant: Tensor,
+    grad_used: Sequence[Tensor],
     batch: Sequence[Tensor],
     used: Sequence[Tensor],
     weight: Tensor,
     key: str,
 ) -> list[Tensor]:
-    """Gradients of the weight, and of μ and Cov of the batch: of no use where it had no rows."""
+    """Gradients of the weight, and of μ and Cov of the batch: of no use where it had no rows.
+
+    grad_used: what reaches D and μ by other ways than this weight, if anything does.
+    """
     plan, stats = plan_of(key), Moments(*batch)
     d, mean, unit = used
     of_d, of_mean, of_weight = kernels.folded_adjoint(
         d, Moments(stats.rows, mean, stats.cov, unit), weight, grad_folded, grad_constant, plan
     )
+    if grad_used:
+        of_d, of_mean = of_d + grad_used[0], of_mean + grad_used[1]
     if seen(stats.rows) is False:
         return [of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)]
     return [of_weight, of_mean, kernels.root_adjoint(stats, d, of_d, plan)]
@@ -169,12 +175,13 @@ def _(
 def fold_adjoint_op(
     grad_folded: Tensor,
     grad_constant: Tensor,
+    grad_used: Sequence[Tensor],
     batch: Sequence[Tensor],
     used: Sequence[Tensor],
     weight: Tensor,
     key: str,
 ) -> list[Tensor]:
-    of_weight, of_mean, of_cov = _fold_adjoint(grad_folded, grad_constant, batch, used, weight, key)
+    of_weight, of_mean, of_cov = _fold_adjoint(grad_folded, grad_constant, grad_used, batch, used, weight, key)
     return [torch.empty_like(weight).copy_(of_weight), of_mean.contiguous(), of_cov.contiguous()]
 
 
@@ -182,6 +189,7 @@ def fold_adjoint_op(
 def _(
     grad_folded: Tensor,
     grad_constant: Tensor,
+    grad_used: Sequence[Tensor],
     batch: Sequence[Tensor],
     used: Sequence[Tensor],
     weight: Tensor,

@@ -70,12 +70,13 @@ class Transform(torch.autograd.Function):
         group: ProcessGroup | None,
         again: Again | None,
         link: Link | None,
+        leads: bool,
         *step_rows: Tensor,
     ) -> tuple[Tensor, ...]:
         """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one.
 
-        `finite` says whether all of x is. The backward pass sets every `step_rows` to zero: the step that this call
-        belongs to is then over.
+        `finite` says whether all of x is. If this call `leads`, D, μ and their unit as they were used, for others that
+        read x. The backward pass sets every `step_rows` to zero: the step that this call belongs to is then over.
         """
         gain = kernels.scale(x, plan) if plan.scale != "none" else None
         stage = stages()
@@ -90,8 +91,9 @@ class Transform(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
         ctx.told = axes, rows, key, plan, group, step_rows, again, link
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*batch, *(() if ctx.needs_input_grad[0] else (alias,)))
-        return (alias, folded, constant, *batch, *(() if gain is None else (gain,)))
+        for_others = [torch.ops.aten.alias(t) for t in used] if leads else []  # μ may be that of the batch
+        ctx.mark_non_differentiable(*batch, *for_others[2:], *(() if ctx.needs_input_grad[0] else (alias,)))
+        return (alias, folded, constant, *batch, *(() if gain is None else (gain,)), *for_others)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -109,18 +111,25 @@ class Transform(torch.autograd.Function):
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
-        rest = (None,) * (11 + len(step_rows))
+        rest = (None,) * (12 + len(step_rows))
         grad_gain = None if gain is None else grads[7]
+        grad_used = grads[7 if gain is None else 8 :][:2]  # of D and μ, from others that read x
         if link is not None and grad_x is not None and not link.explicit:
             grad_gain = kernels.gain_adjoint(grad_x, x, gain, plan)
         if again is not None and torch.is_grad_enabled():
-            return (*again.gradients((x, weight, bias), (grad_x, grad_folded, grad_constant, grad_gain)), *rest)
+            of_outputs = (grad_x, grad_folded, grad_constant, grad_gain, *grad_used)
+            return (*again.gradients((x, weight, bias), of_outputs), *rest)
         stage = stages()
         batch, used, local, kept = saved[:4], saved[4:7], saved[7:11], saved[11:]
+        unused = grad_folded is None and grad_constant is None  # only others used what was found
         grad_folded = torch.zeros_like(weight) if grad_folded is None else grad_folded
         if grad_constant is None:
             grad_constant = weight.new_zeros(plan.outputs(weight))
-        of_weight, *of_stats = stage.fold_adjoint(grad_folded, grad_constant, batch, used, weight, key)
+        if any(grad is not None for grad in grad_used):
+            grad_used = [torch.zeros_like(t) if g is None else g for g, t in zip(grad_used, used[:2], strict=True)]
+        else:
+            grad_used = []
+        of_weight, *of_stats = stage.fold_adjoint(grad_folded, grad_constant, grad_used, batch, used, weight, key)
         of_x = None
         if ctx.needs_input_grad[0]:
             if group is not None:
@@ -132,6 +141,8 @@ class Transform(torch.autograd.Function):
             if gain is not None:
                 of_gain = of_gain if grad_gain is None else of_gain + grad_gain
                 kernels.scale_adjoint_(of_x, x, gain, of_gain, plan)
+        if unused:
+            return (of_x, None, None, *rest)
         return (of_x, of_weight, None if bias is None else grad_constant.to(bias.dtype), *rest)
 
 

@@ -3,5 +3,6 @@
 from .convert import convert_
 from .fold import fold_
 from .report import Report
+from .share import share_
 
-__all__ = ["Report", "convert_", "fold_"]
+__all__ = ["Report", "convert_", "fold_", "share_"]
