@@ -27,7 +27,8 @@ SETTINGS = {
 }
 BASELINE = "bn"
 NORMS = ("none", "gn", "ln", "iternorm")  # as ndpp_recipes calls them
-VARIANTS = (BASELINE, *NORMS, *SETTINGS)
+SHARED = "-share"  # with one D for layers that read the same tensor
+VARIANTS = (BASELINE, *NORMS, *SETTINGS, *(name + SHARED for name in SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class Workload:
         """In training mode, on the device; every variant starts from the same weights."""
         torch.manual_seed(0)
         model = self.build(size)
-        apply_(model, variant)
+        apply_(model, variant.removesuffix(SHARED))
         layout = torch.channels_last if self.channels_last else torch.preserve_format
-        return model.train().to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+        model.train().to(device, memory_format=layout)  # type: ignore[call-overload]
+        if variant.endswith(SHARED):
+            ndpp.share_(model, self.inputs(1, size, device))
+        return model
 
     def inputs(self, batch: int, size: Size, device: str) -> Any:
         torch.manual_seed(1)

@@ -123,8 +123,9 @@ def test_every_variant_is_what_it_is_called(variant: str) -> None:
     assert variant not in expected or kinds[expected[variant]] == 20
     assert kinds["BatchNorm2d"] == (20 if variant == "bn" else 0)
     convolution: Any = model.conv1
-    assert isinstance(convolution, ndpp.Conv2d) == (variant in workloads.SETTINGS)
-    assert getattr(convolution, "settings", None) == workloads.SETTINGS.get(variant)
+    settings = workloads.SETTINGS.get(variant.removesuffix(workloads.SHARED))
+    assert isinstance(convolution, ndpp.Conv2d) == (settings is not None)
+    assert getattr(convolution, "settings", None) == settings
     assert model.training
     assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -135,6 +136,13 @@ def test_mask_rcnn_is_frozen_and_trains_all_layers() -> None:
     assert kinds["FrozenBatchNorm2d"] == 53
     assert kinds["BatchNorm2d"] == 0
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_layers_share_where_a_variant_says_so() -> None:
+    for variant, together in (("nd", False), ("nd-share", True)):
+        first = workloads.WORKLOADS["resnet50"].model(variant, (32, 32), "cpu").layer1[0]
+        assert (first.conv1._meeting is not None) == together
+        assert first.conv1._meeting is first.downsample[0]._meeting
 
 
 def test_unknown_names() -> None:
