@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .keeping import readable
 
+FEW, LINE = 1 << 20, 256  # values of which a copy stays in the cache of a CPU; those worth a norm of their own
 SMALLEST_UNIT = 2.0**-100  # squares of anything in this unit stay normal numbers in float32
 
 
@@ -79,8 +80,10 @@ def sample_scale(
 
 
 def _mean_size(x: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Mean |x| without a copy of |x|: by lines, as a norm of many values loses digits on a CPU."""
+    """Mean |x|; where there are many, without a copy: by lines, as a norm of many values loses digits on a CPU."""
     along = min(dim, key=x.stride) if readable(x) else dim[-1]  # as they lie in memory
+    if readable(x) and (x.numel() <= FEW or x.shape[along] < LINE or x.stride(along) != 1):
+        return x.abs().mean(dim, keepdim=True)  # five times as fast as a norm there, and more
     lines: Tensor = torch.linalg.vector_norm(x, 1, along, keepdim=True)
     total = lines.sum(dim, keepdim=True) if len(dim) > 1 else lines
     return total / math.prod([x.shape[i] for i in dim])
