@@ -212,12 +212,13 @@ def test_outputs_of_linear_layers_are_no_views() -> None:
             assert not ndpp.Linear(4, 2, settings=Settings(scale=scale))(x)._is_view()
 
 
-def test_scale_of_many_values_keeps_its_digits() -> None:
+@pytest.mark.parametrize("side", [64, 320], ids=["few", "many"])
+def test_scale_of_many_values_keeps_its_digits(side: int) -> None:
     layer = ndpp.Conv2d(16, 4, 1, settings=Settings(scale="l1", scale_positions=None))
     with torch.no_grad():
         layer(torch.randn(2, 16, 8, 8))
     layer.eval()
-    x = torch.randn(1, 16, 256, 256)
+    x = torch.randn(1, 16, side, side)
     with torch.no_grad():
         want = copy.deepcopy(layer).double()(x.double())
         torch.testing.assert_close(layer(x).double(), want, rtol=1e-5, atol=1e-5)
