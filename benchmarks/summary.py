@@ -115,6 +115,27 @@ def markdown(records: Sequence[Record]) -> str:
     return "\n".join([lines[0], "|---" * len(kept) + "|", *lines[1:]])
 
 
+def by_batch(records: Sequence[Record]) -> str:
+    """Final accuracy of every configuration at every batch size: mean, spread and number of seeds."""
+    batches = sorted({record["plan"]["batch"] for record in records})
+    rows = [["config", *(f"batch {batch}" for batch in batches)]]
+    for config in dict.fromkeys(record["config"] for record in records):
+        own = [record for record in records if record["config"] == config]
+        rows.append([config, *(_finals([r for r in own if r["plan"]["batch"] == batch]) for batch in batches)])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _finals(records: list[Record]) -> str:
+    """Of every group of runs that differ in the seed alone."""
+    found = []
+    for group in grouped(records):
+        final = [record["final_accuracy"] for record in group]
+        spread = f" ± {statistics.stdev(final):.2f} ({len(final)})" if len(final) > 1 else ""
+        found.append(f"{_mean(final):.2f}{spread}")
+    return ", ".join(found) or "–"
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--markdown", action="store_true", help="as a table for the documentation")
@@ -125,5 +146,7 @@ def main(options: argparse.Namespace) -> None:
     kind = next((table for key, table in TABLES.items() if records and key in records[0]), None)
     if kind is not None:
         print(kind(records))
+    elif len({record["plan"]["batch"] for record in records}) > 1:
+        print(by_batch(records))
     else:
         print(markdown(records) if options.markdown else render(records))

@@ -71,6 +71,19 @@ def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == printed
 
 
+def test_runs_of_several_batch_sizes_are_shown_by_batch() -> None:
+    same = {"settings": None, "mode": "eager", "tf32": False, "jobs": 1, "images": 9, "evaluated_on": "holdout"}
+    same |= {"source": "", "device": ""}
+    runs = [("a", 16, 60.0, 0), ("b", 16, 50.0, 0), ("a", 32, 61.0, 0), ("a", 32, 63.0, 1)]
+    records = [
+        {"config": config, "plan": {"batch": batch}, "final_accuracy": final, "seed": seed, **same}
+        for config, batch, final, seed in runs
+    ]
+    lines = summary.by_batch([*records, {**records[0], "images": 10, "final_accuracy": 70.0}]).splitlines()
+    assert lines[0] == "| config | batch 16 | batch 32 |"
+    assert lines[2:] == ["| a | 70.00, 60.00 | 62.00 ± 1.41 (2) |", "| b | 50.00 | – |"]
+
+
 def test_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device the steps are listed and not measured; what can be measured is compared with its aim."""
     records = run("targets", "--only resnet50,cpu-table --layers 1 --batch 1 --shrink 20", tmp_path)
