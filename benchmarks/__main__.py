@@ -28,6 +28,7 @@ from . import (
 )
 from .records import KEEPS_MEMORY
 
+ABOUT = "Measurements of ndpp, a command each; see COMMAND --help."
 COMMANDS = {
     "targets": targets,
     "step": step,
@@ -51,7 +52,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=ABOUT)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         about = str(module.__doc__)

@@ -167,7 +167,8 @@ def measured(mode: str, variants: list[str], options: argparse.Namespace) -> lis
 
 def say(variant: str, mode: str, error: str | None, facts: Record) -> None:
     """Progress, as compiling takes minutes."""
-    seen = ", ".join(f"{name} {value:.3g}" for name, value in facts.items() if value is not None)
+    numbers = {name: value for name, value in facts.items() if value is not None and not isinstance(value, bool)}
+    seen = ", ".join(["warm", *(f"{name} {value:.3g}" for name, value in numbers.items())])
     print(f"{variant} {mode}: {f'failed: {error}' if error else seen}", flush=True)
 
 

@@ -266,3 +266,29 @@ def test_channels_last_in_single_precision(case: Case, training: bool) -> None:
 
     for got, want in zip(run(torch.float32, last=True), run(torch.float64, last=False), strict=True):
         assert relative(got, want) < 2e-3
+
+
+def test_the_exact_root_has_no_second_derivative_and_says_so() -> None:
+    """By either way to ask for it; the first derivative may be recorded."""
+    layer = ndpp.Linear(3, 3, settings=Settings.exact(eps=0.1), dtype=torch.float64)
+    x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+    (want,) = torch.autograd.grad(layer(x).pow(3).sum(), x)
+    torch.testing.assert_close(grad, want)
+    for ask in (lambda: torch.autograd.grad(grad.sum(), x, retain_graph=True), lambda: grad.sum().backward()):
+        with pytest.raises(RuntimeError, match=r"solver='eigh' has no second derivative; use another"):
+            ask()
+
+
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_forward_mode_in_training(name: str) -> None:
+    """Against differences, with weights that need gradients."""
+    case = BY_LAYER[name]
+    layer = case.build(Settings(rows=None, eps=1e-2), dtype=torch.float64)
+    x, step = case.input(), 1e-6
+    tangent = torch.randn_like(x)
+    with torch.autograd.forward_ad.dual_level():
+        y = layer(torch.autograd.forward_ad.make_dual(x, tangent))
+        got = torch.autograd.forward_ad.unpack_dual(y).tangent
+    want = (layer(x + step * tangent) - layer(x - step * tangent)) / (2 * step)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

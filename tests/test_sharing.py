@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -206,48 +207,139 @@ def test_outputs_that_nothing_uses(used: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("inside", ["qkv", "kv", "k"])
-def test_checkpointing(inside: str, reentrant: bool) -> None:
-    """Also where the first to come is outside of what is computed again, and rows are drawn."""
+@pytest.mark.parametrize("parts", [["qkv"], ["q", "k", "v"], ["q", "kv"]], ids=str)
+def test_checkpointing(parts: list[str], reentrant: bool) -> None:
+    """Whatever is computed again sees the rows, and draws the numbers, that it saw and drew first."""
+    model, alone, x = pair("attention", Settings(rows=8, scale="l1"))
 
-    class Part(nn.Module):
-        def __init__(self, model: nn.Module, again: bool) -> None:
-            super().__init__()
-            self.model, self.again = model, again
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x.sin()
-            outside = [getattr(self.model, name)(h).square().sum() for name in "qkv" if name not in inside]
-
-            def run(h: Tensor) -> Tensor:
-                return sum(getattr(self.model, name)(h).square().sum() for name in inside)
-
-            return sum(outside) + (checkpoint(run, h, use_reentrant=reentrant) if self.again else run(h))
-
-    model, _, x = pair("attention", Settings(rows=None if reentrant or len(inside) < 3 else 8))
-    found = []
-    for again in (False, True):
-        part = Part(copy.deepcopy(model), again)
+    def step(one: nn.Module, again: bool) -> dict[str, Tensor]:
         leaf = x.clone().requires_grad_()
+        h = leaf.sin()
         torch.manual_seed(1)
-        part(leaf).backward()
-        grads = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
-        found.append({"x": leaf.grad, **grads, **dict(part.named_buffers())})
-    assert_same(found[1], found[0])
+
+        def run(h: Tensor, names: str) -> Tensor:
+            outputs = [getattr(one, name)(h) for name in names]
+            return sum((y * torch.rand(y.shape[1])).square().sum() for y in outputs)
+
+        sum(
+            checkpoint(run, h, names, use_reentrant=reentrant) if again else run(h, names) for names in parts
+        ).backward()
+        grads = {name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None}
+        one.zero_grad()
+        return {"x": leaf.grad, **grads, **dict(one.named_buffers())}
+
+    want = step(copy.deepcopy(alone), again=False)
+    assert_same(step(copy.deepcopy(alone), again=True), want)
+    assert_same(step(model, again=True), want)
+
+
+def test_a_backward_pass_between_the_calls() -> None:
+    """What was found goes with its graph."""
+    model, alone, x = pair("attention")
+    found = []
+    for one in (model, alone):
+        leaf = x.clone().requires_grad_()
+        for h in (x, leaf):
+            for name in "qkvq":
+                getattr(one, name)(h).square().sum().backward()
+        found.append({"x": leaf.grad, **{n: p.grad for n, p in one.named_parameters() if p.grad is not None}})
+        found[-1] |= dict(one.named_buffers())
+    assert_same(*found)
+
+
+def test_one_backward_pass_for_each_output_of_plain_data() -> None:
+    model, alone, x = pair("attention")
+    for one in (model, alone):
+        for y in [getattr(one, name)(x) for name in "qkv"]:
+            y.square().sum().backward()
+    assert_same({n: p.grad for n, p in model.q.named_parameters()}, {n: p.grad for n, p in alone.q.named_parameters()})
+    assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
+
+
+@pytest.mark.parametrize("change", [Tensor.requires_grad_, Tensor.detach_], ids=["begins", "ends"])
+def test_a_graph_that_begins_or_ends_between_the_calls(change: Callable[[Tensor], Tensor]) -> None:
+    model, alone, x = pair("attention")
+    grads = []
+    for one in (model, alone):
+        leaf = x.clone().requires_grad_(change is Tensor.detach_)
+        h = leaf if change is Tensor.requires_grad_ else leaf.sin()
+        one.q(h)
+        change(h)
+        one.k(h).square().sum().backward()
+        grads.append(leaf.grad)
+    assert (grads[0] is None) == (grads[1] is None) == (change is Tensor.detach_)
+    if grads[1] is not None:
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("frozen", ["q", "k"])
+@pytest.mark.parametrize("needs", [True, False], ids=["gradient of x", "none of x"])
+def test_frozen_weights(frozen: str, needs: bool) -> None:
+    model, alone, x = pair("attention", EXACT.replace(scale="std"))
+    found = []
+    for one in (model, alone):
+        getattr(one, frozen).requires_grad_(False)
+        loss, leaf = 0, x.clone().requires_grad_(needs)
+        for factor in (1, 3):
+            h = leaf * factor
+            outputs = {name: getattr(one, name)(h) for name in "qkv"}
+            assert outputs[frozen].requires_grad == needs
+            loss = loss + sum(y.square().sum() for y in outputs.values())
+        loss.backward()
+        grads = {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+        found.append({**grads, **({"x": leaf.grad} if needs else {}), **dict(one.named_buffers())})
+    assert_same(*found)
+
+
+def test_steps_without_a_backward_pass_while_somebody_is_missing() -> None:
+    model, alone, x = pair("attention")
+    for one in (model, alone):
+        for factor in (1, 2, 3):
+            h = x * factor
+            one.q(h), one.k(h)
+    assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
+    assert model.q.num_batches_tracked == 3
+
+
+def test_other_threads_do_not_get_in_between() -> None:
+    """One group, as replicas of a model share it; each thread has data of its own."""
+    model, alone, x = pair("attention")
+    wrong = []
+
+    def work(number: int) -> None:
+        twin, apart = copy.deepcopy(alone), copy.deepcopy(alone)
+        for name in "qkv":
+            getattr(twin, name)._meeting = model.q._meeting
+        for step in range(30):
+            h = x * (number + 1) + step
+            for name in "qkv":
+                got, want = getattr(twin, name)(h), getattr(apart, name)(h)
+                if not torch.allclose(got, want):
+                    wrong.append((number, step, name))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_nothing_is_kept() -> None:
+    """After a backward pass, also if not all came; after a call with another tensor; after a change of mode."""
     model, _, x = pair("attention")
-    h = x.sin().requires_grad_()
-    loss = sum(getattr(model, name)(h).sum() for name in "qkv")
-    alive = weakref.ref(h)
-    del h
-    loss.backward()
-    del loss
-    gc.collect()
-    assert alive() is None
-    model.q(x.sin())  # nobody else comes
-    assert model.q._meeting._left is not None
+    for names in ("qkv", "qk"):
+        h = x.sin().requires_grad_()
+        loss = sum(getattr(model, name)(h).sum() for name in names)
+        alive = weakref.ref(h)
+        del h
+        loss.backward()
+        del loss
+        gc.collect()
+        assert alive() is None
+    model.q(x.sin())
+    model.k(x.cos())
+    assert model.q._meeting._left[0].source.equal(x.cos())
     model.eval()
     assert model.q._meeting._left is None
 
@@ -274,7 +366,9 @@ def test_copies_meet_among_themselves(how: str, roots: list[object]) -> None:
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_data_that_is_not_finite(nonfinite: str) -> None:
     model, alone, x = pair("attention", EXACT.replace(nonfinite=nonfinite))
-    model(x), alone(x)
+    for one in (model, alone):
+        one(x)
+        one.k(x * 3 - 1)  # which has statistics of its own from here on
     before = copy.deepcopy(model.state_dict())
     bad = x.clone()
     bad[1, 2] = torch.nan

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import kernels, masking, sync, whitening
 from .geometry import Grid, Layout, block_size, grouped, ungrouped
+from .keeping import seen
 from .kernels import Plan
 from .recorded import Recorded, runs_in_float16
 from .sampling import draw, rows_for
@@ -167,20 +168,28 @@ class Decorrelated(Recorded):
             return self._transformed(x, grid, weight, bias, valid, narrow, layers)[0]
         found = meeting.fetch(self, visit)
         if found is not None:
+            if seen(found.batch.rows) is False:  # each has running statistics of its own for such a batch
+                return self._transformed(x, grid, weight, bias, valid, narrow, layers)[0]
             return self._follow(found, weight, bias, layers)
-        trained, found = self._transformed(x, grid, weight, bias, valid, narrow, layers, leads=True)
+        trained, found = self._transformed(x, grid, weight, bias, valid, narrow, layers, lead=meeting)
         assert found is not None
         meeting.leave(self, visit, found)
         return trained
 
     def _visit(self, source: Tensor | None, grid: Grid, narrow: bool) -> Visit | None:
-        """By what layers that meet know that they look for the same; None where that cannot be known."""
+        """By what layers that meet know that they look for the same; None where each looks for itself.
+
+        Activation checkpointing calls layers twice, without a graph or under hooks the first time, and need not call
+        all of a group again: none meets there, so that the rows of the second time are those of the first.
+        """
         if self._meeting is None or source is None or torch.compiler.is_compiling() or source.is_inference():
             return None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not torch.is_grad_enabled() or _is_recomputation() or hooks is not None:
+            return None
         stream = torch.cuda.current_stream(source.device) if source.is_cuda else None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # inside a checkpoint, or outside of it
-        mode = torch.is_grad_enabled(), _is_recomputation(), hooks, narrow, stream
-        return Visit(source, source._version, (self.settings, self._plan_key, axes_of(grid), *mode))
+        graph = source.requires_grad, source.grad_fn
+        return Visit(source, source._version, (self.settings, self._plan_key, axes_of(grid), narrow, stream, *graph))
 
     def _follow(self, found: Found, weight: Tensor, bias: Tensor | None, layers: Sequence[RunningMoments]) -> Trained:
         """A training call on what another layer has found in the same tensor."""
@@ -205,9 +214,9 @@ class Decorrelated(Recorded):
         valid: Tensor | None,
         narrow: bool,
         layers: Sequence[RunningMoments],
-        leads: bool = False,
+        lead: Meeting | None = None,
     ) -> tuple[Trained, Found | None]:
-        """A training call as one node of the graph; if it leads, what others that read the same input need."""
+        """A training call as one node of the graph; if others follow, what these need."""
         plan, key = self._plan, self._plan_key
         finite = _is_finite(x, None) if self.settings.nonfinite == "raise" else None
         if x.numel() == 0:
@@ -224,19 +233,19 @@ class Decorrelated(Recorded):
                 gain = kernels.scale(x, plan) if plan.scale != "none" else None
                 stats = self._usable(self._moments_of_call(x, gain, grid, None, draws, finite))
                 d = self._solve(stats)
-                for_others = (d, stats.mean) if leads else ()
+                for_others = () if lead is None else (d, stats.mean)
                 return x, *self._folded(d, stats.mean, stats.unit, weight, bias), gain, *for_others
 
             again, link = Again(once_more, tokens), Link() if plan.scale != "none" else None
         group = sync.group_of(self.settings.sync)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []
-        told = (tuple(axes_of(grid)), key, plan, group, again, link, leads)
+        told = (tuple(axes_of(grid)), key, plan, group, again, link, lead)
         x, weight, bias, *more = Transform.apply(x, weight, bias, draws, finite, *running, *told, *ends)
         moments, gain = Moments(*more[:4]), more[4] if plan.scale != "none" else None
         x = x if finite is None else self._checked(x, moments)
         trained = Trained(x, weight, bias, gain, moments, awaits_backward and bias.requires_grad, link)
-        return trained, Found(x, gain, moments, (more[-3], more[-2], more[-1]), link) if leads else None
+        return trained, None if lead is None else Found(x, gain, moments, (more[-3], more[-2], more[-1]), link)
 
     def _recorded(
         self,

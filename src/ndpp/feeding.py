@@ -34,7 +34,9 @@ def _fed(batch: Any, name: str, model: nn.Module) -> Any:
     try:
         return feed(model, batch)
     except Exception as error:
-        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+        hint = "; a list or tuple is (input, ...): for other calls pass a function, lambda model: model(...)"
+        hint = hint if isinstance(batch, (tuple, list)) else ""
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}{hint}") from error
 
 
 def feed(model: nn.Module, batch: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .whitening import Moments, magnitude, reciprocal
 
@@ -153,13 +152,14 @@ class EighRoot(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, root, eigenvalues, vectors = output
         ctx.mark_non_differentiable(root, eigenvalues, vectors)
-        ctx.save_for_backward(root, eigenvalues, vectors)
+        ctx.save_for_backward(root, eigenvalues, vectors, *inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
-        root, eigenvalues, vectors = ctx.saved_tensors
-        return EighRoot.adjoint(root, eigenvalues, vectors, (grad + grad.mT) / 2)
+        root, eigenvalues, vectors, a = ctx.saved_tensors
+        with torch.no_grad():
+            back = EighRoot.adjoint(root, eigenvalues, vectors, (grad + grad.mT) / 2)
+        return _Once.apply(back, a, grad) if torch.is_grad_enabled() else back
 
     @staticmethod
     def adjoint(root: Tensor, eigenvalues: Tensor, vectors: Tensor, grad: Tensor) -> Tensor:
@@ -171,6 +171,27 @@ class EighRoot(torch.autograd.Function):
         across = torch.where(either, (r_i - r_j) / torch.where(either, l_i - l_j, 1.0), 0.0)
         difference = torch.where(kept, both, across)
         return vectors @ (vectors.mT @ grad @ vectors * difference) @ vectors.mT
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has none of its own, and says so, by whatever way its derivative is asked for.
+
+    What torch's `once_differentiable` puts in its place is on no way to an input: `autograd.grad` passes it by.
+    """
+
+    @staticmethod
+    def forward(back: Tensor, *_: Tensor) -> Tensor:
+        return back.view_as(back)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "ndpp: solver='eigh' has no second derivative; use another solver for losses that contain gradients"
+        )
 
 
 def newton_coefficients(solver: str, steps: int) -> tuple[tuple[float, float], ...]:

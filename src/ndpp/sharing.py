@@ -16,8 +16,15 @@ class Found(NamedTuple):
     x: Tensor  # that tensor as stock operations read it; what comes back to it reaches the statistics
     gain: Tensor | None
     batch: Moments
-    used: tuple[Tensor, Tensor, Tensor]  # D, μ and their unit
+    used: tuple[Tensor, Tensor, Tensor]  # D, μ and their unit, of that batch where it had rows
     link: Link | None
+
+    def for_others(self) -> Found:
+        """Nothing of it leads back to the weight of who found it, but by way of the tensor."""
+        if self.x.requires_grad:
+            return self
+        d, mean, unit = (t.detach() for t in self.used)
+        return self._replace(gain=None if self.gain is None else self.gain.detach(), used=(d, mean, unit))
 
 
 class Visit(NamedTuple):
@@ -32,7 +39,11 @@ class Visit(NamedTuple):
 
 
 class Meeting:
-    """Where such layers leave what was found. Nothing stays once all have been there."""
+    """Where such layers leave what was found.
+
+    It stays until all have been there, until somebody comes with another tensor, or until the backward pass: what was
+    found belongs to one graph, and goes with it.
+    """
 
     def __init__(self, members: int) -> None:
         self.members = members
@@ -43,14 +54,16 @@ class Meeting:
         self._came: set[int] = set()
 
     def leave(self, layer: object, visit: Visit, found: Found) -> None:
-        """The first to come; what others have not fetched until now they never will."""
-        self._left, self._came = (visit, found), {id(layer)}
+        """By the first to come."""
+        self._left, self._came = (visit, found.for_others()), {id(layer)}
 
     def fetch(self, layer: object, visit: Visit) -> Found | None:
-        """What another layer found in this very call; None for whoever has to look."""
-        if self._left is None or id(layer) in self._came or not self._left[0].equals(visit):
+        """What another layer found in this very tensor; None for whoever has to look."""
+        left = self._left  # once: other threads may come in between
+        if left is None or id(layer) in self._came or not left[0].equals(visit):
+            self.clear()
             return None
-        found = self._left[1]
+        found = left[1]
         self._came.add(id(layer))
         if len(self._came) == self.members:
             self.clear()

@@ -324,6 +324,10 @@ class _EndOfStep(torch.autograd.Function):
         _, ctx.step_rows, ctx.token = inputs  # not saved tensors: they are meant to change before the backward pass
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.step_rows.zero_()
         return grad, None, None

@@ -70,13 +70,13 @@ class Transform(torch.autograd.Function):
         group: ProcessGroup | None,
         again: Again | None,
         link: Link | None,
-        leads: bool,
+        lead: Any,
         *step_rows: Tensor,
     ) -> tuple[Tensor, ...]:
         """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one.
 
-        `finite` says whether all of x is. If this call `leads`, D, μ and their unit as they were used, for others that
-        read x. The backward pass sets every `step_rows` to zero: the step that this call belongs to is then over.
+        `finite` says whether all of x is. If this call has others to `lead` (a `sharing.Meeting`), also D, μ and their
+        unit as used, until the backward pass. That sets every `step_rows` to zero: the step of this call is then over.
         """
         gain = kernels.scale(x, plan) if plan.scale != "none" else None
         stage = stages()
@@ -89,9 +89,9 @@ class Transform(torch.autograd.Function):
         alias = torch.ops.aten.alias(x)  # with the strides of x: a view would change those of axes of size 1
         of_rank = () if group is None else (*local, *kept)
         ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
-        ctx.told = axes, rows, key, plan, group, step_rows, again, link
+        ctx.told = axes, rows, key, plan, group, step_rows, again, link, lead
         ctx.set_materialize_grads(False)
-        for_others = [torch.ops.aten.alias(t) for t in used] if leads else []  # μ may be that of the batch
+        for_others = [torch.ops.aten.alias(t) for t in used] if lead is not None else []  # μ may be that of the batch
         ctx.mark_non_differentiable(*batch, *for_others[2:], *(() if ctx.needs_input_grad[0] else (alias,)))
         return (alias, folded, constant, *batch, *(() if gain is None else (gain,)), *for_others)
 
@@ -107,10 +107,12 @@ class Transform(torch.autograd.Function):
     def adjoint(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
         """Gradients of all inputs from those of the outputs."""
         x, weight, bias, draws, gain, *saved = saved
-        axes, rows, key, plan, group, step_rows, again, link = ctx.told
+        axes, rows, key, plan, group, step_rows, again, link, lead = ctx.told
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
+        if lead is not None:
+            lead.clear()
         rest = (None,) * (12 + len(step_rows))
         grad_gain = None if gain is None else grads[7]
         grad_used = grads[7 if gain is None else 8 :][:2]  # of D and μ, from others that read x
