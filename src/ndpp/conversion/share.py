@@ -28,7 +28,7 @@ def share_(model: nn.Module, batch: Any) -> list[tuple[str, ...]]:
     MLP, the heads of a detector. Layers belong together if their settings and the positions they look at are the same,
     in every call of that run. From then on whichever of them is called first in training computes the scale and the
     statistics of that tensor for all; each keeps its own running statistics, and is alone again wherever it is given
-    another tensor. Compiled code, checkpointing, masked calls and function transforms compute for each layer, as before.
+    another tensor. Compiled code, checkpointing, masks and function transforms compute for each layer, as before.
     Where that tensor needs a gradient, the outputs of a group belong to one graph: one backward pass for all of them.
 
     Call it after :func:`ndpp.convert_` and before wrapping the model for several processes. A second call begins anew.
