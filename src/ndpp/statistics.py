@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.autograd.forward_ad
 from torch import Tensor, nn
 
 from .geometry import Layout
@@ -174,6 +175,8 @@ class RunningMoments(nn.Module):
     def _end_step_after(self, shift: Tensor) -> tuple[Tensor, bool]:
         """Let the backward pass through `shift` end the step that this call belongs to, if there will be one."""
         follows = shift.requires_grad and torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            follows = follows and torch.autograd.forward_ad._current_level < 0  # derivatives have come by then
         token = None if torch.compiler.is_compiling() else self._begin_call(follows)
         if not follows:
             return shift, False
@@ -322,10 +325,6 @@ class _EndOfStep(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, ctx.step_rows, ctx.token = inputs  # not saved tensors: they are meant to change before the backward pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent.view_as(tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
