@@ -19,7 +19,7 @@ from torch.library import custom_op
 from . import kernels
 from .geometry import Axis, Grid, Layout
 from .keeping import seen
-from .kernels import Plan, View
+from .kernels import Plan, Running, View
 from .sampling import row_budget
 from .whitening import Moments, statistics_dtype
 
@@ -196,6 +196,23 @@ def _(
     key: str,
 ) -> list[Tensor]:
     return [torch.empty_like(weight), torch.empty_like(batch[1]), torch.empty_like(batch[2])]
+
+
+@custom_op("ndpp::observe_", mutates_args=("mean", "cov", "tracked", "step_rows", "step_mean", "step_cov"))
+def observe_op_(
+    mean: Tensor,
+    cov: Tensor,
+    tracked: Tensor,
+    step_rows: Tensor,
+    step_mean: Tensor,
+    step_cov: Tensor,
+    batch: Sequence[Tensor],
+    momentum: float | None,
+    more_may_come: bool,
+) -> None:
+    """`kernels.observe_`: some two dozen operations that a compiler would have to work through for every layer."""
+    state = Running(mean, cov, tracked, step_rows, step_mean, step_cov)
+    kernels.observe_(state, Moments(*batch), momentum, more_may_come)
 
 
 class Stages(NamedTuple):

@@ -14,6 +14,7 @@ from .geometry import Layout
 from .keeping import is_traced, readable
 from .kernels import Plan, Running, absolute, newest_weight, observe_, root
 from .settings import Settings
+from .stages import observe_op_
 from .sync import join
 from .whitening import Moments, in_unit, merge, statistics_dtype
 
@@ -100,9 +101,12 @@ class RunningMoments(nn.Module):
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
         if not readable(self.step_rows):
-            step = self.step_rows, self.step_mean, self.step_cov
-            state = Running(self.running_mean, self.running_cov, self.num_batches_tracked, *step)
-            observe_(state, batch, self.settings.momentum, more_may_come)
+            buffers = self.running_mean, self.running_cov, self.num_batches_tracked
+            state = Running(*buffers, self.step_rows, self.step_mean, self.step_cov)
+            if torch.compiler.is_compiling():
+                observe_op_(*state, [*batch], self.settings.momentum, more_may_come)
+            else:
+                observe_(state, batch, self.settings.momentum, more_may_come)
             return
         new, usable = absolute(batch, self.step_rows)
         if usable:
