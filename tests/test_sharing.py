@@ -105,13 +105,13 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def roots(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The D that are computed."""
     seen: list[object] = []
-    compute = kernels.root
+    compute = kernels.plain.root
 
     def root(*args: object) -> Tensor:
         seen.append(args)
         return compute(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernels, "root", root)
+    monkeypatch.setattr(kernels.plain, "root", root)
     return seen
 
 

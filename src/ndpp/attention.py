@@ -15,7 +15,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from . import masking, whitening
 from .decorrelated import Decorrelated
 from .geometry import pointwise_grid
-from .layers import Linear, _linear
+from .layers import Linear
+from .products import linear
 from .settings import Settings
 from .statistics import RunningMoments
 
@@ -37,7 +38,7 @@ class Projection(Decorrelated):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, others: Sequence[RunningMoments] = ()) -> Tensor:
         """S·X·D·w + b of (batch, length, features) or (length, features)."""
         grid = pointwise_grid(x.shape[1:-1])
-        y: Tensor = self._call(self._product, x.movedim(-1, 1), grid, _linear, weight, bias, others)
+        y: Tensor = self._call(self._product, x.movedim(-1, 1), grid, linear, weight, bias, others)
         return y
 
     def reset_parameters(self) -> None:

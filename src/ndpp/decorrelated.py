@@ -14,13 +14,14 @@ from . import kernels, masking, sync, whitening
 from .geometry import Grid, Layout, block_size, grouped, ungrouped
 from .keeping import seen
 from .kernels import Plan
-from .recorded import Recorded, runs_in_float16
+from .products import Link, scaled_output, shifted_output
+from .recorded import Recorded, product_dtype
 from .sampling import draw, rows_for
 from .settings import Settings
 from .sharing import Found, Meeting, Visit
 from .stages import axes_of, plan_key
 from .statistics import RunningMoments
-from .transform import Again, Link, Transform, declines, no_autocast, scaled_output, shifted_output
+from .transform import Again, Transform, declines, no_autocast
 from .whitening import Moments
 
 
@@ -124,18 +125,18 @@ class Decorrelated(Recorded):
         if not x.is_floating_point():
             return operation(x, weight, bias)  # torch.nn's own error
         valid = self._valid(x)
-        narrow = runs_in_float16(x)
+        dtype = product_dtype(x, weight)
         batch, gain, awaits_backward, link = None, None, False, None
         with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
-                x, gain = self._scaled(x, valid, narrow)
+                x, gain = self._scaled(x, valid, dtype == torch.float16)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
                 layers = (self, *others)
-                trained = self._trained(x, grid, weight, bias, valid, narrow, layers, source)
+                trained = self._trained(x, grid, weight, bias, valid, dtype, layers, source)
                 x, weight, bias, gain, batch, awaits_backward, link = trained
             else:
-                x, gain = self._scaled(x, valid, narrow)
+                x, gain = self._scaled(x, valid, dtype == torch.float16)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
             y = operation(x, weight, bias) if self._per_row_scale else shifted_output(operation, x, weight, bias)
@@ -156,27 +157,27 @@ class Decorrelated(Recorded):
         weight: Tensor,
         bias: Tensor | None,
         valid: Tensor | None,
-        narrow: bool,
+        dtype: torch.dtype,
         layers: Sequence[RunningMoments],
         source: Tensor | None,
     ) -> Trained:
         """A training call, by the way that its case takes."""
         if declines(x, grid, valid, self.layout.taps):
-            return self._recorded(x, grid, weight, bias, valid, narrow, layers)
-        meeting, visit = self._meeting, self._visit(source, grid, narrow)
+            return self._recorded(x, grid, weight, bias, valid, dtype, layers)
+        meeting, visit = self._meeting, self._visit(source, grid, dtype)
         if meeting is None or visit is None:
-            return self._transformed(x, grid, weight, bias, valid, narrow, layers)[0]
+            return self._transformed(x, grid, weight, bias, valid, dtype, layers)[0]
         found = meeting.fetch(self, visit)
         if found is not None:
             if seen(found.batch.rows) is False:  # each has running statistics of its own for such a batch
-                return self._transformed(x, grid, weight, bias, valid, narrow, layers)[0]
-            return self._follow(found, weight, bias, layers)
-        trained, found = self._transformed(x, grid, weight, bias, valid, narrow, layers, lead=meeting)
+                return self._transformed(x, grid, weight, bias, valid, dtype, layers)[0]
+            return self._follow(found, weight, bias, dtype, layers)
+        trained, found = self._transformed(x, grid, weight, bias, valid, dtype, layers, lead=meeting)
         assert found is not None
         meeting.leave(self, visit, found)
         return trained
 
-    def _visit(self, source: Tensor | None, grid: Grid, narrow: bool) -> Visit | None:
+    def _visit(self, source: Tensor | None, grid: Grid, dtype: torch.dtype) -> Visit | None:
         """By what layers that meet know that they look for the same; None where each looks for itself.
 
         Activation checkpointing calls layers twice, without a graph or under hooks the first time, and need not call
@@ -189,13 +190,20 @@ class Decorrelated(Recorded):
             return None
         stream = torch.cuda.current_stream(source.device) if source.is_cuda else None
         graph = source.requires_grad, source.grad_fn
-        return Visit(source, source._version, (self.settings, self._plan_key, axes_of(grid), narrow, stream, *graph))
+        return Visit(source, source._version, (self.settings, self._plan_key, axes_of(grid), dtype, stream, *graph))
 
-    def _follow(self, found: Found, weight: Tensor, bias: Tensor | None, layers: Sequence[RunningMoments]) -> Trained:
+    def _follow(
+        self,
+        found: Found,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        layers: Sequence[RunningMoments],
+    ) -> Trained:
         """A training call on what another layer has found in the same tensor."""
         weight, bias = self._folded(*found.used, weight, bias)
         bias, awaits_backward = self._ended(bias, layers)
-        return Trained(found.x, weight, bias, found.gain, found.batch, awaits_backward, found.link)
+        return Trained(found.x, weight.to(dtype), bias.to(dtype), found.gain, found.batch, awaits_backward, found.link)
 
     def _ended(self, bias: Tensor, layers: Sequence[RunningMoments]) -> tuple[Tensor, bool]:
         """Let the backward pass through the bias end the step of these layers, if there will be one."""
@@ -212,7 +220,7 @@ class Decorrelated(Recorded):
         weight: Tensor,
         bias: Tensor | None,
         valid: Tensor | None,
-        narrow: bool,
+        dtype: torch.dtype,
         layers: Sequence[RunningMoments],
         lead: Meeting | None = None,
     ) -> tuple[Trained, Found | None]:
@@ -221,8 +229,10 @@ class Decorrelated(Recorded):
         finite = _is_finite(x, None) if self.settings.nonfinite == "raise" else None
         if x.numel() == 0:
             plan, key = self._plan_unscaled, self._plan_unscaled_key
-        elif plan.scale == "standardize" or (plan.scale != "none" and (narrow or self._has_native_scale)):
-            x, _ = self._scaled(x, valid, narrow)
+        elif plan.scale == "standardize" or (
+            plan.scale != "none" and (dtype == torch.float16 or self._has_native_scale)
+        ):
+            x, _ = self._scaled(x, valid, dtype == torch.float16)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         draws = draw(x.device, plan.samples_rows)
         again, link, awaits_backward = None, None, torch.is_grad_enabled() and not _is_recomputation()
@@ -234,13 +244,14 @@ class Decorrelated(Recorded):
                 stats = self._usable(self._moments_of_call(x, gain, grid, None, draws, finite))
                 d = self._solve(stats)
                 for_others = () if lead is None else (d, stats.mean)
-                return x, *self._folded(d, stats.mean, stats.unit, weight, bias), gain, *for_others
+                folded, constant = self._folded(d, stats.mean, stats.unit, weight, bias)
+                return x, folded.to(dtype), constant.to(dtype), gain, *for_others
 
             again, link = Again(once_more, tokens), Link() if plan.scale != "none" else None
         group = sync.group_of(self.settings.sync)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []
-        told = (tuple(axes_of(grid)), key, plan, group, again, link, lead)
+        told = (tuple(axes_of(grid)), key, plan, group, again, link, lead, dtype)
         x, weight, bias, *more = Transform.apply(x, weight, bias, draws, finite, *running, *told, *ends)
         moments, gain = Moments(*more[:4]), more[4] if plan.scale != "none" else None
         x = x if finite is None else self._checked(x, moments)
@@ -254,19 +265,19 @@ class Decorrelated(Recorded):
         weight: Tensor,
         bias: Tensor | None,
         valid: Tensor | None,
-        narrow: bool,
+        dtype: torch.dtype,
         layers: Sequence[RunningMoments],
     ) -> Trained:
         """A training call as plain operations, which autograd records."""
         finite = _is_finite(x, valid) if self.settings.nonfinite == "raise" else None
-        x, gain = self._scaled(x, valid, narrow)
+        x, gain = self._scaled(x, valid, dtype == torch.float16)
         draws = draw(x.device, self._plan.samples_rows)
         batch = self._moments_of_call(x, gain, grid, valid, draws, finite)
         x = x if finite is None else self._checked(x, batch)
         stats = self._usable(batch)
         weight, bias = self._folded(self._solve(stats), stats.mean, stats.unit, weight, bias)
         bias, awaits_backward = self._ended(bias, layers)
-        return Trained(x, weight, bias, gain, batch, awaits_backward)
+        return Trained(x, weight.to(dtype), bias.to(dtype), gain, batch, awaits_backward)
 
     def _call(self, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
         """A function of the input, whose errors come under the name of this layer."""

@@ -16,6 +16,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .decorrelated import Decorrelated
 from .geometry import conv_grid, pointwise_grid, transposed_grid
+from .products import Operation, linear, pointwise, suits_pointwise
+from .recorded import product_dtype
 from .settings import Settings
 
 Sizes = int | tuple[int, ...]
@@ -48,13 +50,8 @@ class Linear(Decorrelated, nn.Linear):
         if not is_tensor or input.shape[-1] != self.in_features or self.weight.numel() == 0:
             return self._call(super().forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
-        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), _linear, input)
+        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), linear, input)
         return y[0] if input.dim() == 1 else y
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The output has its features last, as torch.nn's: no view of it, which an operation in place could not change."""
-    return F.linear(x.movedim(1, -1), weight, bias)
 
 
 def _has_channels(layer: _ConvNd, input: object) -> bool:
@@ -97,13 +94,22 @@ class _Conv(Decorrelated, _ConvNd):
             return self._call(self._stock_forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
         grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
-        y: Tensor = self._call(self._forward, x, grid, self._conv_forward, input)
+        y: Tensor = self._call(self._forward, x, grid, self._operation(x), input)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor) -> Tensor:
         stock: Any = super()
         y: Tensor = stock.forward(input)
         return y
+
+    def _operation(self, x: Tensor) -> Operation:
+        """The stock operation, or what computes the same in training on a GPU."""
+        if x.is_cuda and self.training and self.kernel_size == self.stride == (1, 1) and self.groups == 1:
+            unpadded = not any(self._reversed_padding_repeated_twice)
+            if unpadded and suits_pointwise(x, product_dtype(x, self.weight)):
+                return pointwise
+        convolve: Operation = self._conv_forward
+        return convolve
 
     def _padding_pairs(self) -> list[tuple[int, int]]:
         flat: Sequence[int] = self._reversed_padding_repeated_twice  # 'same' and 'valid' are numbers here

@@ -135,7 +135,7 @@ class Recorded(RunningMoments):
 
     def _exact_moments(self, x: Tensor, grid: Grid, valid: Tensor | None) -> Moments:
         """Of S·X over every position, without anything else that a call does."""
-        narrow = runs_in_float16(x)
+        narrow = product_dtype(x, x) == torch.float16
         with no_autocast(x.device.type):
             return self._every_row(*self._scaled(x, valid, narrow), grid, valid)
 
@@ -194,8 +194,9 @@ class Recorded(RunningMoments):
         return whitening.magnitude(torch.where(finite, peak, 1.0)).clamp_min(floor), finite
 
 
-def runs_in_float16(x: Tensor) -> bool:
-    """Whether the stock operation will compute in float16, whose range a gain after the product could leave."""
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """What the stock operation computes in. The range of float16 is one that a gain after the product could leave."""
     kind = x.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return x.dtype == torch.float16 or autocast
+    if kind in ("cpu", "cuda") and weight.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .transform import Link
+from .products import Link
 from .whitening import Moments
 
 

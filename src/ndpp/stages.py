@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.library
 from torch import Tensor
-from torch.library import custom_op
 
 from . import kernels
 from .geometry import Axis, Grid, Layout
@@ -57,25 +57,50 @@ def view_of(axes: tuple[int, ...], batch: int, rows: int | None, stride: int | N
 # --- the stages ---
 
 
+def _forward(
+    x: Tensor,
+    gain: Tensor | None,
+    draws: Tensor,
+    running: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    axes: Sequence[int],
+    rows: int | None,
+    key: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """D·W and b - μ·D·W; rows, mean, covariance and unit of what this call looks at; D, and μ and unit as used."""
+    plan, mean_cov_tracked = plan_of(key), (running[0], running[1], running[2])
+    if x.numel() == 0:
+        batch = _empty_moments(x, plan)
+        folded = kernels.fold(batch, mean_cov_tracked, weight, bias, plan, dtype)
+    else:
+        view = view_of(tuple(axes), x.shape[0], rows, plan.stride)
+        batch, folded = kernels.forward(x, gain, draws, mean_cov_tracked, weight, bias, view, plan, dtype)
+    return [*folded[:2], *batch, *folded[2:]]
+
+
 def _moments(
     x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str
 ) -> list[Tensor]:
     """Rows, mean, covariance and unit of what this call looks at."""
     plan = plan_of(key)
     if x.numel() == 0:
-        return _empty_moments(x, plan)
-    return list(kernels.moments(x, gain, draws, _view(x, axes, rows, plan), plan))
+        return list(_empty_moments(x, plan))
+    return list(kernels.moments(x, gain, draws, view_of(tuple(axes), x.shape[0], rows, plan.stride), plan))
 
 
-def _view(x: Tensor, axes: Sequence[int], rows: int | None, plan: Plan) -> View:
-    return view_of(tuple(axes), x.shape[0], rows, plan.stride)
-
-
-def _empty_moments(x: Tensor, plan: Plan) -> list[Tensor]:
-    blocks, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
+def _empty_moments(x: Tensor, plan: Plan) -> Moments:
     options: Any = {"dtype": statistics_dtype(x.dtype), "device": x.device}
-    shapes: tuple[tuple[int, ...], ...] = ((), (blocks, f), (blocks, f, f))
-    return [*(torch.zeros(shape, **options) for shape in shapes), torch.ones((), **options)]
+    rows, mean, cov, unit = _shapes(plan)
+    zeros = torch.zeros(rows, **options), torch.zeros(mean, **options), torch.zeros(cov, **options)
+    return Moments(*zeros, torch.ones(unit, **options))
+
+
+def _shapes(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Of rows, mean, covariance and unit."""
+    blocks, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
+    return (), (blocks, f), (blocks, f, f), ()
 
 
 def _moments_adjoint(
@@ -93,21 +118,24 @@ def _moments_adjoint(
     plan, stats = plan_of(key), Moments(*batch)
     of_gain = None
     if x.numel() > 0 and seen(stats.rows) is not False:
-        view = _view(x, axes, rows, plan)
+        view = view_of(tuple(axes), x.shape[0], rows, plan.stride)
         of_gain = kernels.moments_adjoint_(grad, grad_stats[0], grad_stats[1], stats, x, gain, draws, view, plan)
     if gain is None:
-        return grad.new_zeros(0)
+        return grad.new_empty(0)
     return torch.zeros_like(gain) if of_gain is None else of_gain
 
 
 def _fold(
-    batch: Sequence[Tensor], running: Sequence[Tensor], weight: Tensor, bias: Tensor | None, key: str
+    batch: Sequence[Tensor],
+    running: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    key: str,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """D·W and b - μ·D·W; D, and the μ and the unit that were used."""
-    plan = plan_of(key)
-    stats = kernels.usable(Moments(*batch), running[0], running[1], running[2], plan)
-    d = kernels.root(stats, plan)
-    return [*kernels.folded(d, stats, weight, bias, plan), d, stats.mean, stats.unit]
+    mean_cov_tracked = (running[0], running[1], running[2])
+    return list(kernels.fold(Moments(*batch), mean_cov_tracked, weight, bias, plan_of(key), dtype))
 
 
 def _fold_adjoint(
@@ -123,56 +151,71 @@ def _fold_adjoint(
 
     grad_used: what reaches D and μ by other ways than this weight, if anything does.
     """
-    plan, stats = plan_of(key), Moments(*batch)
-    d, mean, unit = used
-    of_d, of_mean, of_weight = kernels.folded_adjoint(
-        d, Moments(stats.rows, mean, stats.cov, unit), weight, grad_folded, grad_constant, plan
-    )
-    if grad_used:
-        of_d, of_mean = of_d + grad_used[0], of_mean + grad_used[1]
-    if seen(stats.rows) is False:
-        return [of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)]
-    return [of_weight, of_mean, kernels.root_adjoint(stats, d, of_d, plan)]
+    as_used = (used[0], used[1], used[2])
+    arguments = (Moments(*batch), as_used, weight, grad_folded, grad_constant, tuple(grad_used), plan_of(key))
+    return list(kernels.fold_adjoint(*arguments))
 
 
 # --- the same as operators ---
 
 
-moments_op = custom_op("ndpp::moments", mutates_args=())(_moments)
-moments_adjoint_op = custom_op("ndpp::moments_adjoint_", mutates_args=("grad",))(_moments_adjoint)
+LIBRARY: Any = torch.library.Library("ndpp", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-@moments_op.register_fake
-def _(x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str) -> list[Tensor]:
-    return _empty_moments(x, plan_of(key))
+def _operator(
+    name: str, stage: Callable[..., Any], fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Registered by hand: `custom_op` asks every call about aliases, and takes as long for that as for a launch."""
+    LIBRARY.define(name + torch.library.infer_schema(stage, mutates_args=mutates))
+    LIBRARY.impl(name, stage, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ndpp::{name}", fake, lib=LIBRARY)
+    made: Callable[..., Any] = getattr(torch.ops.ndpp, name).default
+    return made
 
 
-@moments_adjoint_op.register_fake
-def _(grad: Tensor, grad_stats: object, batch: object, x: Tensor, gain: Tensor | None, *_: object) -> Tensor:
-    return grad.new_zeros(0) if gain is None else torch.empty_like(gain)
+def _own(outputs: Sequence[Tensor], layouts: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Tensor]:
+    """Operators give away what is theirs alone, laid out as their fake twins say: as a tensor, or contiguous."""
+    made, taken = [], {t.data_ptr() for t in given if t.numel()}
+    for output, layout in zip(outputs, layouts, strict=True):
+        own = output.contiguous() if layout is None else output
+        if layout is not None and output.stride() != layout.stride():
+            own = torch.empty_like(layout, dtype=output.dtype).copy_(output)
+        if own.data_ptr() in taken:
+            own = own.clone()
+        if own.numel():
+            taken.add(own.data_ptr())
+        made.append(own)
+    return made
 
 
-@custom_op("ndpp::fold", mutates_args=())
-def fold_op(
-    batch: Sequence[Tensor], running: Sequence[Tensor], weight: Tensor, bias: Tensor | None, key: str
+def _forward_owned(
+    x: Tensor,
+    gain: Tensor | None,
+    draws: Tensor,
+    running: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    axes: Sequence[int],
+    rows: int | None,
+    key: str,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    folded, constant, d, mean, unit = _fold(batch, running, weight, bias, key)
-    # Operators give away what is theirs, laid out as their fake twins say.
-    return [torch.empty_like(weight).copy_(folded), constant.clone(), d.contiguous(), mean.clone(), unit.clone()]
+    outputs = _forward(x, gain, draws, running, weight, bias, axes, rows, key, dtype)
+    return _own(outputs, (weight, *(None,) * 8), running)
 
 
-@fold_op.register_fake
-def _(
-    batch: Sequence[Tensor], running: Sequence[Tensor], weight: Tensor, bias: Tensor | None, key: str
+def _fold_owned(
+    batch: Sequence[Tensor],
+    running: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    key: str,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    _, mean, cov, unit = batch
-    outputs = plan_of(key).outputs(weight)
-    kept = [torch.empty_like(t) for t in (cov, mean, unit)]
-    return [torch.empty_like(weight), weight.new_empty(outputs), *kept]
+    return _own(_fold(batch, running, weight, bias, key, dtype), (weight, *(None,) * 4), (*batch, *running))
 
 
-@custom_op("ndpp::fold_adjoint", mutates_args=())
-def fold_adjoint_op(
+def _fold_adjoint_owned(
     grad_folded: Tensor,
     grad_constant: Tensor,
     grad_used: Sequence[Tensor],
@@ -181,25 +224,11 @@ def fold_adjoint_op(
     weight: Tensor,
     key: str,
 ) -> list[Tensor]:
-    of_weight, of_mean, of_cov = _fold_adjoint(grad_folded, grad_constant, grad_used, batch, used, weight, key)
-    return [torch.empty_like(weight).copy_(of_weight), of_mean.contiguous(), of_cov.contiguous()]
+    outputs = _fold_adjoint(grad_folded, grad_constant, grad_used, batch, used, weight, key)
+    return _own(outputs, (weight, None, None), (*batch, *used, grad_folded, grad_constant))
 
 
-@fold_adjoint_op.register_fake
-def _(
-    grad_folded: Tensor,
-    grad_constant: Tensor,
-    grad_used: Sequence[Tensor],
-    batch: Sequence[Tensor],
-    used: Sequence[Tensor],
-    weight: Tensor,
-    key: str,
-) -> list[Tensor]:
-    return [torch.empty_like(weight), torch.empty_like(batch[1]), torch.empty_like(batch[2])]
-
-
-@custom_op("ndpp::observe_", mutates_args=("mean", "cov", "tracked", "step_rows", "step_mean", "step_cov"))
-def observe_op_(
+def _observe_(
     mean: Tensor,
     cov: Tensor,
     tracked: Tensor,
@@ -215,17 +244,93 @@ def observe_op_(
     kernels.observe_(state, Moments(*batch), momentum, more_may_come)
 
 
+# --- what they return, without computing it ---
+
+
+def _fake_forward(
+    x: Tensor,
+    gain: Tensor | None,
+    draws: Tensor,
+    running: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    axes: Sequence[int],
+    rows: int | None,
+    key: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    batch = _fake_moments_of(x, key)
+    return [*_fake_folded(weight, key, dtype), *batch, *(torch.empty_like(batch[at]) for at in (2, 1, 3))]
+
+
+def _fake_moments(
+    x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str
+) -> list[Tensor]:
+    return _fake_moments_of(x, key)
+
+
+def _fake_moments_adjoint(
+    grad: Tensor, grad_stats: object, batch: object, x: Tensor, gain: Tensor | None, *_: object
+) -> Tensor:
+    return grad.new_empty(0) if gain is None else torch.empty_like(gain)
+
+
+def _fake_fold(
+    batch: Sequence[Tensor],
+    running: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    key: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return [*_fake_folded(weight, key, dtype), *(batch[at].new_empty(batch[at].shape) for at in (2, 1, 3))]
+
+
+def _fake_fold_adjoint(
+    grad_folded: Tensor,
+    grad_constant: Tensor,
+    grad_used: Sequence[Tensor],
+    batch: Sequence[Tensor],
+    used: Sequence[Tensor],
+    weight: Tensor,
+    key: str,
+) -> list[Tensor]:
+    return [torch.empty_like(weight), *(batch[at].new_empty(batch[at].shape) for at in (1, 2))]
+
+
+def _fake_observe(*_: object) -> None:
+    return None
+
+
+def _fake_moments_of(x: Tensor, key: str) -> list[Tensor]:
+    return [x.new_empty(shape, dtype=statistics_dtype(x.dtype)) for shape in _shapes(plan_of(key))]
+
+
+def _fake_folded(weight: Tensor, key: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(weight, dtype=dtype), weight.new_empty(plan_of(key).outputs(weight), dtype=dtype)]
+
+
+forward_op = _operator("forward", _forward_owned, _fake_forward)
+moments_op = _operator("moments", _moments, _fake_moments)
+moments_adjoint_op = _operator("moments_adjoint_", _moments_adjoint, _fake_moments_adjoint, ("grad",))
+fold_op = _operator("fold", _fold_owned, _fake_fold)
+fold_adjoint_op = _operator("fold_adjoint", _fold_adjoint_owned, _fake_fold_adjoint)
+STATE = ("mean", "cov", "tracked", "step_rows", "step_mean", "step_cov")
+observe_op_ = _operator("observe_", _observe_, _fake_observe, STATE)
+
+
 class Stages(NamedTuple):
     """The stages as they are, or as operators for compiled code."""
 
+    forward: Callable[..., Any]
     moments: Callable[..., Any]
     moments_adjoint_: Callable[..., Any]
     fold: Callable[..., Any]
     fold_adjoint: Callable[..., Any]
 
 
-_DIRECT = Stages(_moments, _moments_adjoint, _fold, _fold_adjoint)
-_OPERATORS = Stages(moments_op, moments_adjoint_op, fold_op, fold_adjoint_op)
+_DIRECT = Stages(_forward, _moments, _moments_adjoint, _fold, _fold_adjoint)
+_OPERATORS = Stages(forward_op, moments_op, moments_adjoint_op, fold_op, fold_adjoint_op)
 
 
 def stages() -> Stages:

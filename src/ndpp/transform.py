@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import kernels, sync
 from .geometry import Grid
-from .keeping import readable
 from .kernels import Plan
+from .products import Link
 from .stages import stages
 from .whitening import Moments
 
@@ -44,12 +44,6 @@ class Again(NamedTuple):
         return [next(found) if t is not None and t.requires_grad else None for t in leaves]
 
 
-class Link:
-    """What the two ends of a scaled call know of each other: where the gradient of the gain comes from."""
-
-    explicit = False  # ⟨dy, f(x)⟩ at the output, from f(x) computed again, rather than ⟨dx, x⟩ at the node
-
-
 class Transform(torch.autograd.Function):
     """Stages in order; backward their adjoints in the opposite order."""
 
@@ -71,25 +65,33 @@ class Transform(torch.autograd.Function):
         again: Again | None,
         link: Link | None,
         lead: Any,
+        dtype: torch.dtype,
         *step_rows: Tensor,
     ) -> tuple[Tensor, ...]:
         """The alias of x, D·W, b - μ·D·W; rows, mean, covariance and unit of the batch; the gain if there is one.
 
-        `finite` says whether all of x is. If this call has others to `lead` (a `sharing.Meeting`), also D, μ and their
-        unit as used, until the backward pass. That sets every `step_rows` to zero: the step of this call is then over.
+        D·W and the constant come in `dtype`. `finite` says whether all of x is. If this call has others to `lead` (a
+        `sharing.Meeting`), also D, μ and their unit as used, until the backward pass. That sets every `step_rows` to
+        zero: the step of this call is then over.
         """
         gain = kernels.scale(x, plan) if plan.scale != "none" else None
         stage = stages()
         rows = budget(plan, group)
-        local = Moments(*stage.moments(x, gain, draws, axes, rows, key))
-        if finite is not None:
-            local = local._replace(rows=torch.where(finite, local.rows, torch.nan))
-        batch, kept = (local, ()) if group is None else sync.join_forward(local, group)
-        folded, constant, *used = stage.fold([*batch], [running_mean, running_cov, tracked], weight, bias, key)
+        running = [running_mean, running_cov, tracked]
+        of_rank: tuple[Tensor, ...] = ()
+        if group is None and finite is None:
+            found = stage.forward(x, gain, draws, running, weight, bias, axes, rows, key, dtype)
+            (folded, constant), batch, used = found[:2], Moments(*found[2:6]), found[6:]
+        else:
+            local = Moments(*stage.moments(x, gain, draws, axes, rows, key))
+            if finite is not None:
+                local = local._replace(rows=torch.where(finite, local.rows, torch.nan))
+            batch, kept = (local, ()) if group is None else sync.join_forward(local, group)
+            of_rank = () if group is None else (*local, *kept)
+            folded, constant, *used = stage.fold([*batch], running, weight, bias, key, dtype)
         alias = torch.ops.aten.alias(x)  # with the strides of x: a view would change those of axes of size 1
-        of_rank = () if group is None else (*local, *kept)
         ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
-        ctx.told = axes, rows, key, plan, group, step_rows, again, link, lead
+        ctx.told = axes, rows, key, plan, group, step_rows, again, link, lead, dtype
         ctx.set_materialize_grads(False)
         for_others = [torch.ops.aten.alias(t) for t in used] if lead is not None else []  # μ may be that of the batch
         ctx.mark_non_differentiable(*batch, *for_others[2:], *(() if ctx.needs_input_grad[0] else (alias,)))
@@ -107,13 +109,13 @@ class Transform(torch.autograd.Function):
     def adjoint(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
         """Gradients of all inputs from those of the outputs."""
         x, weight, bias, draws, gain, *saved = saved
-        axes, rows, key, plan, group, step_rows, again, link, lead = ctx.told
+        axes, rows, key, plan, group, step_rows, again, link, lead, dtype = ctx.told
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
         if lead is not None:
             lead.clear()
-        rest = (None,) * (12 + len(step_rows))
+        rest = (None,) * (13 + len(step_rows))
         grad_gain = None if gain is None else grads[7]
         grad_used = grads[7 if gain is None else 8 :][:2]  # of D and μ, from others that read x
         if link is not None and grad_x is not None and not link.explicit:
@@ -124,9 +126,9 @@ class Transform(torch.autograd.Function):
         stage = stages()
         batch, used, local, kept = saved[:4], saved[4:7], saved[7:11], saved[11:]
         unused = grad_folded is None and grad_constant is None  # only others used what was found
-        grad_folded = torch.zeros_like(weight) if grad_folded is None else grad_folded
+        grad_folded = torch.zeros_like(weight, dtype=dtype) if grad_folded is None else grad_folded
         if grad_constant is None:
-            grad_constant = weight.new_zeros(plan.outputs(weight))
+            grad_constant = weight.new_zeros(plan.outputs(weight), dtype=dtype)
         if any(grad is not None for grad in grad_used):
             grad_used = [torch.zeros_like(t) if g is None else g for g, t in zip(grad_used, used[:2], strict=True)]
         else:
@@ -146,80 +148,6 @@ class Transform(torch.autograd.Function):
         if unused:
             return (of_x, None, None, *rest)
         return (of_x, of_weight, None if bias is None else grad_constant.to(bias.dtype), *rest)
-
-
-def scaled_output(
-    operation: Callable[..., Tensor], x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, link: Link | None
-) -> Tensor:
-    """operation(x, weight)·gain + b; in place, but where a graph is made without a node at its other end."""
-    y = operation(x, weight, None)
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or forward_mode:
-        return (y * gain + bias).to(y.dtype)
-    if not torch.is_grad_enabled():
-        return kernels.scaled_output_(y, gain, bias)
-    if link is None:
-        return (y * gain + bias).to(y.dtype)
-    scaled: Tensor = Scaling.apply(y, gain, bias, x, weight, operation, link)
-    return scaled
-
-
-def shifted_output(operation: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """operation(x, weight, bias) with channels in axis 1; the gradient of the bias by the faster of two ways."""
-    recorded = torch.is_grad_enabled() and bias.requires_grad and torch.autograd.forward_ad._current_level < 0
-    slow = x.dtype == torch.float32 and x.stride(1) == 1 and readable(x)
-    if not (recorded and slow):
-        return operation(x, weight, bias)
-    shifted: Tensor = Shift.apply(operation(x, weight, bias.detach()), bias)
-    return shifted
-
-
-class Shift(torch.autograd.Function):
-    """y, which holds the bias already, and a sum for its gradient: six times as fast there as the convolution's own."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.sum([axis for axis in range(grad.dim()) if axis != 1])
-
-
-class Scaling(torch.autograd.Function):
-    """y·gain + b in place, for y = f(x) with f linear. Nothing of the output is kept for the backward pass.
-
-    What reaches the gain is ⟨dy, f(x)⟩ = ⟨dx, x⟩ with dx = fᵀ(dy), which f hands to the node: it is found there. Not
-    once a backward pass was itself recorded, as dx then holds more than that: f(x) is computed again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        gain: Tensor,
-        bias: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        operation: Callable[..., Tensor],
-        link: Link,
-    ) -> Tensor:
-        ctx.save_for_backward(gain, x, weight)
-        ctx.told = bias.shape, bias.dtype, operation, link
-        ctx.mark_dirty(y)
-        return kernels.scaled_output_(y, gain, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        gain, x, weight = ctx.saved_tensors
-        shape, dtype, operation, link = ctx.told
-        link.explicit = link.explicit or torch.is_grad_enabled()
-        of_gain = None
-        if link.explicit:
-            of_gain = (grad * operation(x, weight, None)).to(gain.dtype).sum_to_size(gain.shape)
-        of_bias = grad.sum_to_size(shape).to(dtype)
-        return kernels.scaled_gradient(grad, gain), of_gain, of_bias, None, None, None, None
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

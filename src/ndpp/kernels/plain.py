@@ -6,7 +6,7 @@ Nothing here records a graph. Every stage has its adjoint beside it; `transform`
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,19 @@ from ..keeping import kept, seen
 from ..whitening import Moments
 from .plain_moments import moments, moments_adjoint_
 from .plain_scale import gain_adjoint, scale, scale_adjoint_, scaled_gradient, scaled_output_, scaled_part
-from .plan import Plan, View
+from .plan import Folded, Plan, Running, View
 
 __all__ = [
+    "Folded",
     "Plan",
     "Running",
     "View",
     "absolute",
+    "fold",
+    "fold_adjoint",
     "folded",
     "folded_adjoint",
+    "forward",
     "gain_adjoint",
     "moments",
     "moments_adjoint_",
@@ -40,6 +44,63 @@ __all__ = [
     "scaled_part",
     "usable",
 ]
+
+# --- from rows to D·W, and back ---
+
+
+def forward(
+    x: Tensor,
+    gain: Tensor | None,
+    draws: Tensor,
+    running: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    view: View,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> tuple[Moments, Folded]:
+    """Moments of the rows looked at, and what the weight becomes by them."""
+    batch = moments(x, gain, draws, view, plan)
+    return batch, fold(batch, running, weight, bias, plan, dtype)
+
+
+def fold(
+    batch: Moments,
+    running: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> Folded:
+    """D·W and b - μ·D·W in this dtype, by the batch or else by the running statistics (mean, cov, tracked)."""
+    stats = usable(batch, *running, plan)
+    d = root(stats, plan)
+    product, constant = folded(d, stats, weight, bias, plan)
+    return Folded(product.to(dtype), constant.to(dtype), d, stats.mean, stats.unit)
+
+
+def fold_adjoint(
+    batch: Moments,
+    used: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    grad_folded: Tensor,
+    grad_constant: Tensor,
+    grad_used: tuple[Tensor, ...],
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the weight, and of μ and Cov of the batch: of no use where it had no rows.
+
+    grad_used: what reaches D and μ by other ways than this weight, if anything does.
+    """
+    d, mean, unit = used
+    stats = Moments(batch.rows, mean, batch.cov, unit)
+    of_d, of_mean, of_weight = folded_adjoint(d, stats, weight, grad_folded, grad_constant, plan)
+    if grad_used:
+        of_d, of_mean = of_d + grad_used[0], of_mean + grad_used[1]
+    if seen(batch.rows) is False:
+        return of_weight, torch.zeros_like(of_mean), torch.zeros_like(of_d)
+    return of_weight, of_mean, root_adjoint(batch, d, of_d, plan)
+
 
 # --- D and D·W ---
 
@@ -124,17 +185,6 @@ def folded_adjoint(
 
 
 # --- running statistics ---
-
-
-class Running(NamedTuple):
-    """The buffers of a layer, which `observe_` writes to."""
-
-    mean: Tensor  # (g, f)
-    cov: Tensor  # (g, f, f)
-    tracked: Tensor  # ()
-    step_rows: Tensor  # (); those of the present step, and their moments
-    step_mean: Tensor
-    step_cov: Tensor
 
 
 def absolute(batch: Moments, like: Tensor) -> tuple[Moments, Tensor]:

@@ -66,8 +66,10 @@ def _inner(a: Tensor, b: Tensor) -> Tensor | None:
     return None
 
 
-def scaled_output_(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+def scaled_output_(y: Tensor, gain: Tensor | None, bias: Tensor) -> Tensor:
     """y·gain + b in place."""
+    if gain is None:
+        return y.add_(bias)
     if _large_samples(y, gain):
         bias = bias.to(y.dtype)
         for one, own in zip(y, gain.flatten().tolist(), strict=True):  # one pass through memory in place of two
@@ -81,8 +83,14 @@ def scaled_output_(y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
-def scaled_gradient(grad: Tensor, gain: Tensor) -> Tensor:
-    """dy·gain, in the dtype of dy."""
+def scaled_gradient(
+    grad: Tensor, gain: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dy·gain, in the dtype of dy, and Σ dy as it reaches a bias of this shape and dtype."""
+    return grad if gain is None else _times(grad, gain), grad.sum_to_size(shape).to(dtype)
+
+
+def _times(grad: Tensor, gain: Tensor) -> Tensor:
     if grad.dtype == gain.dtype or not readable(grad):
         return (grad * gain).to(grad.dtype)
     found = torch.empty_like(grad)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..geometry import Layout, Phase
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # as keys they are what they are: comparing their fields takes longer than a launch
 class Plan:
     """What a layer's arguments and settings say about its statistics. Constant over calls."""
 
@@ -35,9 +36,30 @@ class Plan:
         return self.rows is not None or self.stride is not None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class View:
     """The rows of one call: the positions of its input, and how many of them are looked at."""
 
     phase: Phase
     budget: tuple[int, ...]
+
+
+class Folded(NamedTuple):
+    """What the stock operation is given, and by what it was found."""
+
+    weight: Tensor  # D·W
+    constant: Tensor  # b - μ·D·W
+    d: Tensor
+    mean: Tensor  # those of the batch, or the running ones where it had none to give
+    unit: Tensor
+
+
+class Running(NamedTuple):
+    """The buffers of a layer, which `observe_` writes to."""
+
+    mean: Tensor  # (g, f)
+    cov: Tensor  # (g, f, f)
+    tracked: Tensor  # ()
+    step_rows: Tensor  # (); those of the present step, and their moments
+    step_mean: Tensor
+    step_cov: Tensor

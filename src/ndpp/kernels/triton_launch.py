@@ -1,8 +1,13 @@
-"""How kernels are started, and how they are built for a device that is not here."""
+"""How kernels are started, and how they are built for a device that is not here.
+
+A kernel takes pointers, then numbers, then constants (`tl.constexpr`). What it is compiled for is found out once:
+Triton's own launch asks every argument again, which takes the host three times as long.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -14,16 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-# How float32 products are made: "tf32x3" by three tensor-core products of split factors, within a few roundings of
-# float32; "ieee" by ordinary arithmetic (builds spill badly); "tf32" by one product that keeps ten bits of each factor.
-PRECISION = "tf32x3"
-# Centred rows of 16-bit inputs are rounded to bfloat16 for the tensor cores; the interpreter has no bfloat16 product.
-NARROW = os.environ.get("TRITON_INTERPRET") != "1"
-
-
-def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """How products with rows of this dtype are made."""
-    return {"NARROW": NARROW and dtype != torch.float32, "PRECISION": PRECISION}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ALIGNED = 16  # bytes; where a pointer is not, there are no wide loads
 
 
 class Launch(NamedTuple):
@@ -31,22 +28,57 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: dict[str, Any]
+    arguments: tuple[Any, ...]
     warps: int
+    stages: int
 
 
 recorded: list[Launch] | None = None  # a list here takes launches in place of the device
 
 
-def launch(kernel: Any, grid: tuple[int, ...], warps: int, on: Tensor, /, **arguments: Any) -> None:
-    """Start a kernel on the device of a tensor, without waiting for it."""
-    if recorded is not None:
-        recorded.append(Launch(kernel, grid, arguments, warps))
-    elif on.device.type == "cuda" and on.device.index != torch.cuda.current_device():
-        with torch.cuda.device(on.device):
-            kernel[grid](**arguments, num_warps=warps)
-    else:
-        kernel[grid](**arguments, num_warps=warps)
+class Launcher:
+    """A kernel with its constants, for pointers of certain dtypes (None: not there). Numbers must fit in 32 bits."""
+
+    def __init__(self, kernel: Any, warps: int, stages: int, constants: tuple[Any, ...]) -> None:
+        self.kernel, self.warps, self.stages, self.constants = kernel, warps, stages, constants
+        self._compiled: dict[int, Any] = {}  # by device
+
+    def __call__(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], *numbers: float) -> None:
+        """Start it on the current device, without waiting for it."""
+        if recorded is not None:
+            arguments = (*pointers, *numbers, *self.constants)
+            recorded.append(Launch(self.kernel, grid, arguments, self.warps, self.stages))
+            return
+        addresses = [None if t is None else t.data_ptr() for t in pointers]
+        device = -1 if INTERPRETED else torch.cuda.current_device()
+        compiled = self._compiled.get(device)
+        aligned = all([a is None or a % ALIGNED == 0 for a in addresses])
+        if compiled is not None and aligned:
+            compiled[grid](*addresses, *numbers, *self.constants)
+            return
+        options = {} if INTERPRETED else {"num_warps": self.warps, "num_stages": self.stages}
+        started = self.kernel[grid](*pointers, *numbers, *self.constants, **options)
+        if aligned and started is not None:
+            self._compiled[device] = started
+
+
+@functools.cache
+def launcher(kernel: Any, warps: int, stages: int, dtypes: tuple[torch.dtype | None, ...], *constants: Any) -> Launcher:
+    """One for each kind of arguments: what a kernel was compiled for does for all of that kind."""
+    return Launcher(kernel, warps, stages, constants)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own is made for kernels, and slow on the host."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+# --- without a device ---
 
 
 class Built(NamedTuple):
@@ -63,18 +95,17 @@ def build(started: Launch, capability: int = 90) -> Built:
     from triton.compiler import ASTSource
 
     signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(started.kernel.params):
-        value = started.arguments[parameter.name]
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if parameter.is_constexpr or value is None or (whole and value == 1 and not parameter.do_not_specialize):
+    for place, (parameter, value) in enumerate(zip(started.kernel.params, started.arguments, strict=True)):
+        if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[(place,)] = value
             continue
         signature[parameter.name] = _type(value)
-        if isinstance(value, Tensor) or (whole and value % 16 == 0 and not parameter.do_not_specialize):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+        if isinstance(value, Tensor):
+            attributes[(place,)] = [["tt.divisibility", ALIGNED]]
     source = ASTSource(started.kernel, signature, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": started.warps})
+    options = {"num_warps": started.warps, "num_stages": started.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Built(made.metadata.shared, *_usage(made.asm["cubin"]))
 
 
@@ -101,4 +132,4 @@ _TYPES = {
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + _TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+    return "fp32" if isinstance(value, float) else "i32"

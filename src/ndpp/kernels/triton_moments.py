@@ -1,13 +1,16 @@
-"""μ and Cov of sampled rows, straight from the input: three launches, no patch matrix, the same bits in every run.
+"""μ and Cov of sampled rows, straight from the input: two launches, no patch matrix, the same bits in every run.
 
-`_survey` finds the peak and the column means, `_gram` the products of centred rows for tiles of the upper triangle and
-for parts of the rows, `_finish` adds the parts up in order and writes both triangles.
+`_gram` makes products of centred rows for tiles of the upper triangle and for parts of the rows. Each part is centred
+by the means of its own first rows, and brought to a unit of its own. `_finish` puts the parts together, exactly, and
+writes both triangles; for small blocks `triton_root` does that and goes on.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,67 +18,129 @@ import triton.language as tl
 from torch import Tensor
 
 from ..whitening import SMALLEST_UNIT, Moments
-from . import triton_launch
+from . import triton_rows as rows_of
 from .plan import Plan, View
-from .triton_rows import block_channels, column_parts, described, entry_places, gain_strides, row_places
+from .triton_launch import INTERPRETED, Launcher, cdiv, launcher
+from .triton_rows import (
+    BLOCKS,
+    CELLS,
+    GAINS,
+    PLACES,
+    TAPS,
+    block_channels,
+    column_parts,
+    entry_places,
+    gain_places,
+    located,
+    there,
+)
 
 ROWS, COLUMNS = 64, 64  # of a tile of the products
-SURVEY_ROWS, WARPS = 32, 8  # the largest that spill no registers
-PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, so that sums have one order on every device
-SIZES = ("batch", "samples", "n0", "n1", "n2", "c0", "c1", "c2", "p0", "p1", "p2", "full", "group_channels")
+WARPS, STAGES = 8, 2
+PROGRAMS, MOST_PARTS = 528, 64  # four for each multiprocessor of an H200; constants, for one order of sums everywhere
+VECTORS = 3  # kept for each column of a part: shift, Σ of what is left, and by how much that was multiplied
+SUMMED = ("total", "chunk", "tiles")
+FURTHEST = tl.constexpr(2.0**126)
 
 
 @triton.jit
 def load_rows(
-    x, gain, sample, q0, q1, q2, channel, tap, first, keep, sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2,
-    TAPS: tl.constexpr,
+    x, gain, draws, row, last, own, columns, told,
+    AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Entries (rows, columns) of S·X in float32; zeros of the padding, and where `keep` is not."""
-    at, inside = entry_places(
-        sample, q0, q1, q2, first, channel, tap, sb, sc, s0, s1, s2, n0, n1, n2, keep, TAPS
-    )  # fmt: skip
-    value = tl.load(x + at, inside, 0.0).to(tl.float32)
+    """Entries (rows, columns) of S·X in float32, zeros of the padding; which of them there are, up to row `last`."""
+    cells, taps, places, gains, blocks = told
+    channel, tap, inside = columns
+    of_rows, of_blocks = located(row, draws, own, cells, blocks, AXES, SHARED)
+    first, _ = block_channels(of_blocks, blocks)
+    keep = (row < last)[:, None] & inside[None, :]
+    at, read = entry_places(of_rows, first, channel, tap, keep, taps, places, AXES, PADDED, WIDELY)
+    value = tl.load(x + at, read, 0.0).to(tl.float32)
     if gain is not None:
-        own = tl.load(gain + sample * gb + q0 * g0 + q1 * g1 + q2 * g2)
-        value = value * own[:, None]
-    return value
-
-
-@triton.jit(do_not_specialize=[*SIZES, "total", "chunk"])
-def _survey(
-    peaks, sums, x, gain, draws, batch, samples, n0, n1, n2, c0, c1, c2, p0, p1, p2,
-    sb, sc, s0, s1, s2, gb, g0, g1, g2, full, group_channels, total, chunk, share,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr, SHARED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Peak (as the bits of |x|: NaN above Inf above numbers) and Σ x·share of every column, by parts of the rows."""
-    tile, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    channel, tap, _ = column_parts(tile * COLUMNS + tl.arange(0, COLUMNS), BLOCK, TAPS, CHANNELS_LAST)
-    taps: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]
-    mean = tl.zeros((COLUMNS,), tl.float32)
-    peak = tl.zeros((COLUMNS,), tl.int32)
-    for start in tl.range(part * chunk, tl.minimum(part * chunk + chunk, total), ROWS):
-        row = start + tl.arange(0, ROWS)
-        own = row % full if SHARED else block + row * 0
-        place = tl.minimum(row, total - 1) // full if SHARED else tl.minimum(row, total - 1)
-        sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD)
-        first, width = block_channels(own, full, group_channels, BLOCK, FULL_BLOCKS)
-        keep = (row < total)[:, None] & (channel[None, :] < width[:, None]) & (tap[None, :] < taps)
-        v = load_rows(
-            x, gain, sample, q0, q1, q2, channel, tap, first, keep,
-            sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
-        )  # fmt: skip
-        v = tl.where(keep, v, 0.0)
-        mean += tl.sum(v * share, 0)
-        peak = tl.maximum(peak, tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
-    width = tl.num_programs(0) * COLUMNS
-    tl.store(sums + (part * tl.num_programs(1) + block) * width + tile * COLUMNS + tl.arange(0, COLUMNS), mean)
-    at = (part * tl.num_programs(1) + block) * tl.num_programs(0) + tile
-    tl.store(peaks + at, tl.max(peak, 0))
+        value = value * tl.load(gain + gain_places(of_rows, gains), row < last, 0.0)[:, None]
+    return value, keep
 
 
 @triton.jit
-def _unit(peaks, count, smallest, PEAKS: tl.constexpr):
+def _start(value, count):
+    """From the first rows of a part: means of columns, and the power of two that brings their magnitude to 1."""
+    peak = tl.max(tl.max(tl.abs(value), 1), 0)
+    power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where((power >= 1 / FURTHEST) & (power <= FURTHEST), power, 1.0)  # also where it is not finite
+    return tl.sum(value * tl.div_rn(1.0, count), 0), tl.div_rn(1.0, power)
+
+
+@triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, *SUMMED])
+def _gram(
+    products, vectors, peaks, x, gain, draws,
+    batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
+    sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, chunk, tiles,
+    AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
+    SINGLE: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Σ c·cᵀ and Σ c of centred rows c, for one pair of column tiles and one part of the rows."""
+    i, j, own, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1), tl.program_id(2)
+    if j < i:
+        return
+    told = (
+        (batch, samples, c0, c1, c2, p0, p1, p2), (n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2),
+        (sb, sc, s0, s1, s2), (gb, g0, g1, g2), (block, full_blocks, full, group_channels, taps),
+    )  # fmt: skip
+    at, lines = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    channel_i, tap_i, _ = column_parts(i * COLUMNS + at, block, taps, BY_TAP)
+    channel_j, tap_j, _ = column_parts(j * COLUMNS + at, block, taps, BY_TAP)
+    columns_i = (channel_i, tap_i, there(channel_i, tap_i, own, told[4], WIDELY))
+    columns_j = (channel_j, tap_j, there(channel_j, tap_j, own, told[4], WIDELY))
+    begin, end = part * chunk, tl.minimum(part * chunk + chunk, total)
+    count = tl.minimum(end - begin, ROWS).to(tl.float32)
+    first, _ = load_rows(
+        x, gain, draws, begin + lines, end, own, columns_i, told, AXES, PADDED, WIDELY, SHARED
+    )  # fmt: skip
+    shift_i, unit_i = _start(first, count)
+    shift_j, unit_j = shift_i, unit_i
+    if not SINGLE:
+        other, _ = load_rows(
+            x, gain, draws, begin + lines, end, own, columns_j, told, AXES, PADDED, WIDELY, SHARED
+        )  # fmt: skip
+        shift_j, unit_j = _start(other, count)
+    product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    residual = tl.zeros((COLUMNS,), tl.float32)
+    peak = tl.zeros((COLUMNS,), tl.int32)
+    for start in tl.range(begin, end, ROWS):
+        a, keep = load_rows(
+            x, gain, draws, start + lines, end, own, columns_i, told, AXES, PADDED, WIDELY, SHARED
+        )  # fmt: skip
+        peak = tl.maximum(peak, tl.max(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+        a = tl.where(keep, (a - shift_i[None, :]) * unit_i, 0.0)
+        if NARROW:
+            a = a.to(tl.bfloat16)
+        residual += tl.sum(a.to(tl.float32), 0)
+        b = a
+        if not SINGLE:
+            b, keep = load_rows(
+                x, gain, draws, start + lines, end, own, columns_j, told, AXES, PADDED, WIDELY, SHARED
+            )  # fmt: skip
+            b = tl.where(keep, (b - shift_j[None, :]) * unit_j, 0.0)
+            if NARROW:
+                b = b.to(tl.bfloat16)
+        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
+    whole = (part * tl.num_programs(1) + own).to(tl.int64)
+    out = products + (whole * tiles * tiles + i * tiles + j) * (COLUMNS * COLUMNS)
+    tl.store(out + at[:, None] * COLUMNS + at[None, :], product)
+    if i == j:
+        of_part = vectors + whole * tiles * COLUMNS * VECTORS + i * COLUMNS + at
+        tl.store(of_part, shift_i)
+        tl.store(of_part + tiles * COLUMNS, residual)
+        tl.store(of_part + 2 * tiles * COLUMNS, residual * 0 + unit_i)
+        tl.store(peaks + whole * tiles + i, tl.max(peak, 0))
+
+
+# --- parts put together ---
+
+
+@triton.jit
+def unit_of(peaks, count, smallest, PEAKS: tl.constexpr):
     """As in the twin: the power of two at or below the peak, 1 of zeros, not below the smallest; is all finite?"""
     peak = tl.max(tl.zeros((PEAKS,), tl.int32), 0)
     for start in tl.range(0, count, PEAKS):
@@ -83,148 +148,180 @@ def _unit(peaks, count, smallest, PEAKS: tl.constexpr):
         peak = tl.maximum(peak, tl.max(tl.load(peaks + at, at < count, 0), 0))
     finite = peak < 0x7F800000
     power = (peak & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.maximum(tl.where(finite & (peak > 0), power, 1.0), smallest), finite
+    return tl.maximum(tl.where(finite & (power > 0), power, 1.0), smallest), finite
 
 
 @triton.jit
-def _shift(sums, parts, block, blocks, width, column, unit, finite, COLUMNS: tl.constexpr):
-    """Column means in the unit, from the parts of the survey in their order."""
-    mean = tl.zeros((COLUMNS,), tl.float32)
+def _vectors(vectors, whole, width, column, inside, inverse):
+    """Shift and residual of columns in the unit, and what their products are to be multiplied by."""
+    at = vectors + whole * 3 * width + column
+    by = inverse / tl.load(at + 2 * width, inside, 1.0)
+    return tl.load(at, inside, 0.0) * inverse, tl.load(at + width, inside, 0.0) * by, by
+
+
+@triton.jit
+def product_places(i, j, tiles, COLUMNS: tl.constexpr):
+    """Where a part has the products of columns i and j of any tiles: only those of the upper triangle are there."""
+    tile_i, tile_j = (i // COLUMNS)[:, None], (j // COLUMNS)[None, :]
+    inner_i, inner_j = (i % COLUMNS)[:, None], (j % COLUMNS)[None, :]
+    upper = tile_i <= tile_j
+    tile = tl.where(upper, tile_i * tiles + tile_j, tile_j * tiles + tile_i)
+    inner = tl.where(upper, inner_i * COLUMNS + inner_j, inner_j * COLUMNS + inner_i)
+    return tile * (COLUMNS * COLUMNS) + inner
+
+
+@triton.jit
+def part_means(vectors, own, blocks, width, column, inside, parts, chunk, total, inverse, SIZE: tl.constexpr):
+    """Means of columns over all parts, in the unit."""
+    mean = tl.zeros((SIZE,), tl.float32)
     for part in tl.range(0, parts):
-        mean += tl.load(sums + (part * blocks + block) * width + column)
-    return tl.where(finite, mean * tl.div_rn(1.0, unit), 0.0)
+        shift, residual, _ = _vectors(vectors, (part * blocks + own).to(tl.int64), width, column, inside, inverse)
+        mean += shift * (tl.minimum(chunk, total - part * chunk).to(tl.float32) / total) + residual / total
+    return mean
 
 
-@triton.jit(do_not_specialize=[*SIZES, "total", "chunk", "parts", "count", "tiles"])
-def _gram(
-    products, residuals, peaks, sums, x, gain, draws, batch, samples, n0, n1, n2, c0, c1, c2, p0, p1, p2,
-    sb, sc, s0, s1, s2, gb, g0, g1, g2, full, group_channels, total, chunk, parts, count, tiles, smallest,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr, SHARED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PEAKS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def part_products(
+    products, vectors, at, own, blocks, tiles, i, in_i, j, in_j, mean_i, mean_j, parts, chunk, total, inverse,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ c·cᵀ and Σ c of centred rows c, for one pair of column tiles and one part of the rows."""
-    i, j, block, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1), tl.program_id(2)
-    if j < i:
-        return
-    blocks = tl.num_programs(1)
-    unit, finite = _unit(peaks, count, smallest, PEAKS)
-    scale = tl.div_rn(1.0, unit)
-    at = tl.arange(0, COLUMNS)
-    channel_i, tap_i, _ = column_parts(i * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
-    channel_j, tap_j, _ = column_parts(j * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
-    taps: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]
-    shift_i = _shift(sums, parts, block, blocks, tiles * COLUMNS, i * COLUMNS + at, unit, finite, COLUMNS)
-    shift_j = _shift(sums, parts, block, blocks, tiles * COLUMNS, j * COLUMNS + at, unit, finite, COLUMNS)
-    product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
-    residual = tl.zeros((COLUMNS,), tl.float32)
-    for start in tl.range(part * chunk, tl.minimum(part * chunk + chunk, total), ROWS):
-        row = start + tl.arange(0, ROWS)
-        own = row % full if SHARED else block + row * 0
-        place = tl.minimum(row, total - 1) // full if SHARED else tl.minimum(row, total - 1)
-        sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD)
-        first, width = block_channels(own, full, group_channels, BLOCK, FULL_BLOCKS)
-        used = (row < tl.where(finite, total, 0))[:, None]
-        keep = used & (channel_i[None, :] < width[:, None]) & (tap_i[None, :] < taps)
-        a = load_rows(
-            x, gain, sample, q0, q1, q2, channel_i, tap_i, first, keep,
-            sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
-        )  # fmt: skip
-        a = tl.where(keep, a * scale - shift_i[None, :], 0.0)
-        keep = used & (channel_j[None, :] < width[:, None]) & (tap_j[None, :] < taps)
-        b = load_rows(
-            x, gain, sample, q0, q1, q2, channel_j, tap_j, first, keep,
-            sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
-        )  # fmt: skip
-        b = tl.where(keep, b * scale - shift_j[None, :], 0.0)
-        if NARROW:
-            a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
-        residual += tl.sum(a.to(tl.float32), 0)
-    whole = (part * blocks + block).to(tl.int64)
-    out = products + (whole * tiles * tiles + i * tiles + j) * (COLUMNS * COLUMNS)
-    tl.store(out + at[:, None] * COLUMNS + at[None, :], product)
-    if i == j:
-        tl.store(residuals + whole * tiles * COLUMNS + i * COLUMNS + at, residual)
+    """Covariances of columns i and j over all parts, in the unit; `at` says where a part has their products."""
+    inside = in_i[:, None] & in_j[None, :]
+    cov = tl.zeros((SIZE, SIZE), tl.float32)
+    for part in tl.range(0, parts):
+        whole = (part * blocks + own).to(tl.int64)
+        count = tl.minimum(chunk, total - part * chunk).to(tl.float32)
+        shift_i, residual_i, by_i = _vectors(vectors, whole, tiles * COLUMNS, i, in_i, inverse)
+        shift_j, residual_j, by_j = _vectors(vectors, whole, tiles * COLUMNS, j, in_j, inverse)
+        product = tl.load(products + whole * (tiles * tiles * COLUMNS * COLUMNS) + at, inside, 0.0)
+        left, right = shift_i - mean_i, shift_j - mean_j
+        both = (residual_i + left * count)[:, None] * right[None, :] + left[:, None] * residual_j[None, :]
+        cov += product * by_i[:, None] * by_j[None, :] + both
+    return cov / total
 
 
-@triton.jit(do_not_specialize=["f", "parts", "gram_parts", "count", "tiles"])
+@triton.jit(do_not_specialize=["f", "taps", "block", "parts", "chunk", "total", "tiles", "count"])
 def _finish(
-    rows, mean, cov, unit_out, products, residuals, peaks, sums, f, parts, gram_parts, count, tiles, smallest,
-    share, positions,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS_LAST: tl.constexpr, COLUMNS: tl.constexpr, PEAKS: tl.constexpr,
+    rows, mean, cov, unit_out, products, vectors, peaks, f, taps, block, parts, chunk, total, tiles, count, smallest,
+    positions, BY_TAP: tl.constexpr, COLUMNS: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """Parts added up in order, less what rounding left of the means; features in the order (channel, tap)."""
-    i, j, block = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    """One tile of every triangle, and its mirror image; features in the order (channel, tap)."""
+    i, j, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     if j < i:
         return
     blocks = tl.num_programs(1)
-    unit, finite = _unit(peaks, count, smallest, PEAKS)
-    at = tl.arange(0, COLUMNS)
-    product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
-    left, right = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
-    for part in tl.range(0, gram_parts):
-        whole = (part * blocks + block).to(tl.int64)
-        tile = products + (whole * tiles * tiles + i * tiles + j) * (COLUMNS * COLUMNS)
-        product += tl.load(tile + at[:, None] * COLUMNS + at[None, :])
-        left += tl.load(residuals + whole * tiles * COLUMNS + i * COLUMNS + at)
-        right += tl.load(residuals + whole * tiles * COLUMNS + j * COLUMNS + at)
-    left, right = left * share, right * share
-    product = product * share - left[:, None] * right[None, :]
-    if i == j:  # no order of summation is promised to be that of the transpose
-        product = (product + tl.trans(product)) * 0.5
-    channel_i, tap_i, feature_i = column_parts(i * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
-    channel_j, tap_j, feature_j = column_parts(j * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
-    taps: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]
-    in_i, in_j = (channel_i < BLOCK) & (tap_i < taps), (channel_j < BLOCK) & (tap_j < taps)
-    own = cov + block.to(tl.int64) * f * f
-    tl.store(own + feature_i[:, None] * f + feature_j[None, :], product, in_i[:, None] & in_j[None, :])
+    unit, finite = unit_of(peaks, count, smallest, PEAKS)
+    inverse = tl.div_rn(1.0, unit)
+    at_i, at_j = i * COLUMNS + tl.arange(0, COLUMNS), j * COLUMNS + tl.arange(0, COLUMNS)
+    _, _, feature_i = column_parts(at_i, block, taps, BY_TAP)
+    _, _, feature_j = column_parts(at_j, block, taps, BY_TAP)
+    in_i, in_j = at_i < f, at_j < f
+    width = tiles * COLUMNS
+    mean_i = part_means(vectors, own, blocks, width, at_i, in_i, parts, chunk, total, inverse, COLUMNS)
+    mean_j = part_means(vectors, own, blocks, width, at_j, in_j, parts, chunk, total, inverse, COLUMNS)
+    inner = tl.arange(0, COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    product = part_products(
+        products, vectors, (i * tiles + j) * (COLUMNS * COLUMNS) + inner, own, blocks, tiles, at_i, in_i, at_j, in_j,
+        mean_i, mean_j, parts, chunk, total, inverse, COLUMNS, COLUMNS,
+    )  # fmt: skip
+    product = tl.where(finite, product, 0.0)
+    inside, out = in_i[:, None] & in_j[None, :], cov + own.to(tl.int64) * f * f
     if i == j:
-        shift = _shift(sums, parts, block, blocks, tiles * COLUMNS, i * COLUMNS + at, unit, finite, COLUMNS)
-        tl.store(mean + block * f + feature_i, shift + left, in_i)
-        if (i == 0) & (block == 0):
+        product = (product + tl.trans(product)) * 0.5  # no order of summation is promised to be that of the transpose
+        tl.store(mean + own * f + feature_i, tl.where(finite, mean_i, 0.0), in_i)
+        if (i == 0) & (own == 0):
             tl.store(unit_out, unit)
             tl.store(rows, tl.where(finite, positions, float("nan")))
     else:
-        tl.store(own + feature_j[None, :] * f + feature_i[:, None], product, in_i[:, None] & in_j[None, :])
+        tl.store(out + feature_j[None, :] * f + feature_i[:, None], product, inside)
+    tl.store(out + feature_i[:, None] * f + feature_j[None, :], product, inside)
+
+
+# --- what they are told ---
+
+
+class Gram(NamedTuple):
+    """What the first launch leaves, and the numbers by which it is read."""
+
+    products: Tensor
+    vectors: Tensor
+    peaks: Tensor
+    numbers: tuple[int, ...]  # parts, chunk, total, tiles, count
+
+
+class Told(NamedTuple):
+    """The launch for one kind of call."""
+
+    start: Launcher
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]  # up to the strides of the gain
+    more: tuple[int, ...]  # after them
+    sizes: tuple[int, int, int]  # of products, vectors and peaks
+    summed: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def _told(
+    batch: int, strides: tuple[int, ...], dtype: torch.dtype, view: View, plan: Plan, gained: torch.dtype | None
+) -> Told:
+    own, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
+    tiles = cdiv(f, COLUMNS)
+    of_blocks = rows_of.blocks(plan)
+    total = math.prod(view.budget) * (of_blocks[2] if plan.layout.shared else 1)
+    parts, chunk = _parts(total, tiles * (tiles + 1) // 2 * own)
+    narrow, precision = rows_of.products(dtype, INTERPRETED)
+    widely = rows_of.lies_widely(strides, dtype.itemsize, plan)
+    kind = (len(view.phase), rows_of.padded(view), widely, strides[1] == 1, plan.layout.shared, tiles == 1)
+    start = launcher(_gram, WARPS, STAGES, (dtype, gained), *kind, narrow, precision, ROWS, COLUMNS, VECTORS)
+    numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides))
+    sizes = (parts * own * tiles * tiles * COLUMNS * COLUMNS, parts * own * tiles * COLUMNS * VECTORS)
+    summed = (parts, chunk, total, tiles, parts * own * tiles)
+    return Told(
+        start, (tiles * tiles, own, parts), numbers, (*of_blocks, total, chunk, tiles), (*sizes, summed[4]), summed
+    )
+
+
+def _parts(total: int, programs: int) -> tuple[int, int]:
+    """How many parts of how many rows: enough programs for the device, and whole tiles for a program."""
+    parts = max(min(PROGRAMS // programs, cdiv(total, ROWS), MOST_PARTS), 1)
+    chunk = cdiv(cdiv(total, parts), ROWS) * ROWS
+    return cdiv(total, chunk), chunk
+
+
+def gram(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Gram:
+    """The first launch."""
+    gained = None if gain is None else gain.dtype
+    told = _told(x.shape[0], x.stride(), x.dtype, view, plan, gained)
+    of_products, of_vectors, of_peaks = told.sizes
+    products = torch.empty(of_products, dtype=torch.float32, device=x.device)
+    left = Gram(
+        products, products.new_empty(of_vectors), products.new_empty(of_peaks, dtype=torch.int32), told.summed
+    )  # fmt: skip
+    pointers = (*left[:3], x, gain, draws)
+    told.start(told.grid, pointers, *told.numbers, *rows_of.gain_strides(gain), *told.more)
+    return left
+
+
+PEAKS = 256
+
+
+def smallest_unit(plan: Plan) -> float:
+    return max(math.sqrt(plan.eps), SMALLEST_UNIT)
+
+
+def positions(x: Tensor, view: View) -> float:
+    """All there are, for which the sampled rows stand."""
+    return float(x.shape[0] * math.prod([axis.count for axis in view.phase]))
 
 
 def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
     """As `plain.moments`."""
-    blocks, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
-    tiles = triton.cdiv(f, COLUMNS)
-    told = described(x, draws, view, plan) | gain_strides(gain)
-    total = math.prod(view.budget) * (told["full"] if plan.layout.shared else 1)
-    new = {"dtype": torch.float32, "device": x.device}
-    parts, chunk = _parts(total, tiles * blocks)
-    sums = torch.empty(parts * blocks * tiles * COLUMNS, **new)
-    peaks = torch.empty(parts * blocks * tiles, dtype=torch.int32, device=x.device)
-    triton_launch.launch(
-        _survey, (tiles, blocks, parts), WARPS, x, peaks=peaks, sums=sums, **told, total=total, chunk=chunk,
-        share=1.0 / total, ROWS=SURVEY_ROWS, COLUMNS=COLUMNS,
-    )  # fmt: skip
-    of_peaks = {"peaks": peaks, "sums": sums, "parts": parts, "count": peaks.numel(), "tiles": tiles}
-    of_peaks |= {"smallest": max(math.sqrt(plan.eps), SMALLEST_UNIT), "PEAKS": 256}
-    gram_parts, chunk = _parts(total, tiles * (tiles + 1) // 2 * blocks)
-    products = torch.empty(gram_parts * blocks * tiles * tiles * COLUMNS * COLUMNS, **new)
-    residuals = torch.empty(gram_parts * blocks * tiles * COLUMNS, **new)
-    triton_launch.launch(
-        _gram, (tiles * tiles, blocks, gram_parts), WARPS, x, products=products, residuals=residuals, **told,
-        **of_peaks, total=total, chunk=chunk, ROWS=ROWS, COLUMNS=COLUMNS, **triton_launch.precision(x.dtype),
-    )  # fmt: skip
-    rows, mean = torch.empty((), **new), torch.empty(blocks, f, **new)
-    cov, unit = torch.empty(blocks, f, f, **new), torch.empty((), **new)
-    triton_launch.launch(
-        _finish, (tiles * tiles, blocks), WARPS, x, rows=rows, mean=mean, cov=cov, unit_out=unit, products=products,
-        residuals=residuals, f=f, gram_parts=gram_parts, share=1.0 / total,
-        positions=float(x.shape[0] * math.prod([axis.count for axis in view.phase])), **of_peaks,
-        **{name: told[name] for name in ("TAPS", "BLOCK", "CHANNELS_LAST")}, COLUMNS=COLUMNS,
-    )  # fmt: skip
-    return Moments(rows, mean, cov, unit)
-
-
-def _parts(total: int, programs: int) -> tuple[int, int]:
-    """How many parts of how many rows: enough programs for the device, and enough rows for a program."""
-    parts = max(min(PROGRAMS // programs, total // (2 * ROWS), 64), 1)
-    chunk = triton.cdiv(triton.cdiv(total, parts), ROWS) * ROWS
-    return triton.cdiv(total, chunk), chunk
+    left = gram(x, gain, draws, view, plan)
+    own, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
+    new = left.products.new_empty
+    found = Moments(new(()), new(own, f), new(own, f, f), new(()))
+    start = launcher(_finish, WARPS, STAGES, (), x.stride(1) == 1, COLUMNS, PEAKS)
+    block, _, _, _, taps = rows_of.blocks(plan)
+    numbers = (f, taps, block, *left.numbers, smallest_unit(plan), positions(x, view))
+    start((left.numbers[3] ** 2, own, 1), (*found, *left[:3]), *numbers)
+    return found

@@ -1,9 +1,16 @@
-"""What the gradients of μ and Cov add to that of the input, at the places of the sampled rows only."""
+"""What the gradients of μ and Cov add to that of the input, at the places of the sampled rows only.
+
+Where no two rows read the same entry, which is so but for small maps, every program adds to its own entries. Else
+rows are written first, and added tap by tap, a sample at a time: within a tap no two share an entry. Either way sums
+have one order, and nothing is added atomically.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,79 +18,148 @@ import triton.language as tl
 from torch import Tensor
 
 from ..whitening import Moments
-from . import triton_launch
+from . import triton_rows as rows_of
 from .plan import Plan, View
-from .triton_moments import COLUMNS, SIZES, WARPS, load_rows
-from .triton_rows import block_channels, column_parts, described, entry_places, gain_strides, row_places, strides
+from .triton_launch import INTERPRETED, Launcher, cdiv, launcher
+from .triton_moments import COLUMNS, load_rows
+from .triton_rows import (
+    BLOCKS,
+    CELLS,
+    GAINS,
+    PLACES,
+    TAPS,
+    block_channels,
+    column_parts,
+    entry_places,
+    feature_columns,
+    gain_places,
+    located,
+    row_places,
+    there,
+)
 
-ROWS = 32  # of a tile; more spill registers
+ROWS, ADDED_ROWS = 64, 32  # of a tile of products, and of one that is added
+WARPS, STAGES = 8, 2
+GRAD_PLACES = ("tb", "tc", "t0", "t1", "t2")
 
 
-@triton.jit(do_not_specialize=[*SIZES, "total", "tiles", "f"])
+@triton.jit(do_not_specialize=["f", "taps", "block"])
+def _arrange(out, grad_cov, f, taps, block, BY_TAP: tl.constexpr, COLUMNS: tl.constexpr):
+    """G + Gᵀ, with features in the order of columns."""
+    own, at = tl.program_id(2), tl.arange(0, COLUMNS)
+    i, j = tl.program_id(0) * COLUMNS + at, tl.program_id(1) * COLUMNS + at
+    place = grad_cov + own.to(tl.int64) * f * f
+    inside = (i < f)[:, None] & (j < f)[None, :]
+    mirrored = tl.load(place + j[:, None] * f + i[None, :], (j < f)[:, None] & (i < f)[None, :], 0.0)
+    both = tl.load(place + i[:, None] * f + j[None, :], inside, 0.0) + tl.trans(mirrored)
+    to_i, to_j = feature_columns(i, block, taps, BY_TAP), feature_columns(j, block, taps, BY_TAP)
+    tl.store(out + own.to(tl.int64) * f * f + to_i[:, None] * f + to_j[None, :], both, inside)
+
+
+@triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles", "f", *GRAD_PLACES])
 def _adjoint(
-    grad, of_rows, grad_mean, grad_cov, rows, mean, unit, x, gain, draws, batch, samples,
-    n0, n1, n2, c0, c1, c2, p0, p1, p2, sb, sc, s0, s1, s2, tb, tc, t0, t1, t2, gb, g0, g1, g2,
-    full, group_channels, total, tiles, f, share,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr, SHARED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr,
+    grad, back_rows, of_rows, g_or_sum, grad_mean, rows, mean, unit, x, gain, draws,
+    batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
+    sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, tiles, f, share,
+    tb, tc, t0, t1, t2,
+    AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
+    WIDELY_ADDED: tl.constexpr, ARRANGED: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(centred·(G + Gᵀ) + m) / rows of one tile, added to the gradient of x; for the gain, Σ of it·x."""
-    j, block = tl.program_id(1), tl.program_id(2)
+    """(centred·(G + Gᵀ) + h) / rows of one tile, added to the gradient of x or written; for the gain, Σ of it·x."""
+    j, own = tl.program_id(1), tl.program_id(2)
+    told = (
+        (batch, samples, c0, c1, c2, p0, p1, p2), (n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2),
+        (sb, sc, s0, s1, s2), (gb, g0, g1, g2), (block, full_blocks, full, group_channels, taps),
+    )  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    seen = tl.load(rows) > 0  # where there was nothing to look at, there is nothing to add
+    last = tl.where(tl.load(rows) > 0, total, 0)  # where there was nothing to look at, there is nothing to add
     scale = tl.div_rn(1.0, tl.load(unit))
-    taps: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]
-    own = row % full if SHARED else block + row * 0
-    place = tl.minimum(row, total - 1) // full if SHARED else tl.minimum(row, total - 1)
-    sample, q0, q1, q2 = row_places(place, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD)
-    first, width = block_channels(own, full, group_channels, BLOCK, FULL_BLOCKS)
-    used = (row < tl.where(seen, total, 0))[:, None]
     at = tl.arange(0, COLUMNS)
-    channel, tap, feature = column_parts(j * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
-    in_j = (channel < BLOCK) & (tap < taps)
-    g = grad_cov + block.to(tl.int64) * f * f
     back = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.range(0, tiles):
-        channel_k, tap_k, feature_k = column_parts(k * COLUMNS + at, BLOCK, TAPS, CHANNELS_LAST)
-        in_k = (channel_k < BLOCK) & (tap_k < taps)
-        keep = used & (channel_k[None, :] < width[:, None]) & (tap_k[None, :] < taps)
-        c = load_rows(
-            x, gain, sample, q0, q1, q2, channel_k, tap_k, first, keep,
-            sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
-        )  # fmt: skip
-        c = tl.where(keep, c * scale - tl.load(mean + block * f + feature_k, in_k, 0.0)[None, :], 0.0)
-        both = in_k[:, None] & in_j[None, :]
-        both_g = tl.load(g + feature_k[:, None] * f + feature[None, :], both, 0.0)
-        both_g = (both_g + tl.load(g + feature[None, :] * f + feature_k[:, None], both, 0.0)) * share
+        channel, tap, feature = column_parts(k * COLUMNS + at, block, taps, BY_TAP)
+        columns = (channel, tap, there(channel, tap, own, told[4], WIDELY))
+        c, keep = load_rows(x, gain, draws, row, last, own, columns, told, AXES, PADDED, WIDELY, SHARED)
+        mu = tl.load(mean + own * f + feature, columns[2], 0.0)
+        c = tl.where(keep, c * scale - mu[None, :], 0.0)
+        line, column = k * COLUMNS + at, j * COLUMNS + at
+        both = (line < f)[:, None] & (column < f)[None, :]
+        of_block = g_or_sum + own.to(tl.int64) * f * f
+        g = tl.load(of_block + line[:, None] * f + column[None, :], both, 0.0)
+        if not ARRANGED:
+            swapped = (column < f)[:, None] & (line < f)[None, :]
+            g += tl.trans(tl.load(of_block + column[:, None] * f + line[None, :], swapped, 0.0))
         if NARROW:
-            c, both_g = c.to(tl.bfloat16), both_g.to(tl.bfloat16)
-        back = tl.dot(c, both_g, back, input_precision=PRECISION)
-    keep = used & (channel[None, :] < width[:, None]) & (tap[None, :] < taps)
-    back = (back + tl.load(grad_mean + block * f + feature, in_j, 0.0)[None, :] * share) * scale
+            c, g = c.to(tl.bfloat16), g.to(tl.bfloat16)
+        back = tl.dot(c, g, back, input_precision=PRECISION)
+    channel, tap, feature = column_parts(j * COLUMNS + at, block, taps, BY_TAP)
+    inside = there(channel, tap, own, told[4], WIDELY_ADDED)
+    back = (back + tl.load(grad_mean + own * f + feature, inside, 0.0)[None, :]) * (share * scale)
+    of_places, of_blocks = located(row, draws, own, told[0], told[4], AXES, SHARED)
+    first, _ = block_channels(of_blocks, told[4])
+    keep = (row < last)[:, None] & inside[None, :]
     if gain is not None:
-        s = tl.load(gain + sample * gb + q0 * g0 + q1 * g1 + q2 * g2)
-        plain = load_rows(
-            x, None, sample, q0, q1, q2, channel, tap, first, keep & (s > 0)[:, None],
-            sb, sc, s0, s1, s2, gb, g0, g1, g2, n0, n1, n2, TAPS,
+        s = tl.load(gain + gain_places(of_places, told[3]), row < last, 0.0)
+        at_x, read = entry_places(
+            of_places, first, channel, tap, keep & (s > 0)[:, None], told[1], told[2], AXES, PADDED, False
         )  # fmt: skip
-        of_gain = tl.sum(tl.where(keep & (s > 0)[:, None], back * plain, 0.0), 1)
-        tl.store(of_rows + (block * tiles + j) * total.to(tl.int64) + row, of_gain, row < total)
+        of_gain = tl.sum(back * tl.load(x + at_x, read, 0.0).to(tl.float32), 1)
+        tl.store(of_rows + (own * tiles + j) * total.to(tl.int64) + row, of_gain, row < total)
         back = back * s[:, None]
-    at_grad, keep = entry_places(
-        sample, q0, q1, q2, first, channel, tap, tb, tc, t0, t1, t2, n0, n1, n2, keep, TAPS
-    )  # fmt: skip
-    if taps == 1:  # no two rows share an entry
-        present = tl.load(grad + at_grad, keep, 0.0)
-        tl.store(grad + at_grad, (present.to(tl.float32) + back).to(present.dtype), keep)
+    if back_rows is None:
+        at_grad, added = entry_places(
+            of_places, first, channel, tap, keep, told[1], (tb, tc, t0, t1, t2), AXES, PADDED, WIDELY_ADDED
+        )  # fmt: skip
+        present = tl.load(grad + at_grad, added, 0.0)
+        tl.store(grad + at_grad, (present.to(tl.float32) + back).to(present.dtype), added)
     else:
-        tl.atomic_add(grad + at_grad, back.to(grad.dtype.element_ty), keep, sem="relaxed")
+        line = (row.to(tl.int64) * tl.num_programs(2) + own) * f
+        tl.store(back_rows + line[:, None] + (j * COLUMNS + at)[None, :], back, keep)
 
 
-@triton.jit(do_not_specialize=["batch", "samples", "c0", "c1", "c2", "p0", "p1", "p2", "total", "leading", "each"])
+@triton.jit(do_not_specialize=[*CELLS, *TAPS, *BLOCKS, "total", "each", "f", "matrices", *GRAD_PLACES])
+def _add(
+    grad, back_rows, rows, draws, batch, samples, c0, c1, c2, p0, p1, p2,
+    n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2, block, full_blocks, full, group_channels, taps,
+    total, each, f, matrices, tb, tc, t0, t1, t2,
+    AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of one sample and one block, tap by tap: what one tap has added is there before the next one comes."""
+    cells, of_taps = (batch, samples, c0, c1, c2, p0, p1, p2), (n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2)
+    blocks = (block, full_blocks, full, group_channels, taps)
+    number, own = tl.program_id(0), tl.program_id(1)
+    channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first, _ = block_channels(own, blocks)
+    last = tl.where(tl.load(rows) > 0, each, 0)  # as above
+    for tap in tl.range(0, taps):
+        of_tap = channel * 0 + tap
+        inside = there(channel, of_tap, own, blocks, WIDELY)
+        column = channel * taps + tap
+        if BY_TAP:
+            column = tap * block + channel
+        for start in tl.range(0, each, ROWS):
+            own_rows = start + tl.arange(0, ROWS)
+            place = number * each + own_rows
+            keep = (own_rows < last)[:, None] & inside[None, :]
+            at_grad, added = entry_places(
+                row_places(place, draws, cells, AXES), first, channel, of_tap, keep, of_taps, (tb, tc, t0, t1, t2),
+                AXES, PADDED, WIDELY,
+            )  # fmt: skip
+            line = place.to(tl.int64) * matrices + own
+            if SHARED:
+                line = place.to(tl.int64) * full + own
+            back = tl.load(back_rows + line[:, None] * f + column[None, :], keep, 0.0).to(tl.float32)
+            present = tl.load(grad + at_grad, added, 0.0)
+            tl.store(grad + at_grad, (present.to(tl.float32) + back).to(present.dtype), added)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=[*CELLS, *GAINS, "total", "leading", "each", "repeats"])
 def _gain_adjoint(
     out, of_rows, draws, batch, samples, c0, c1, c2, p0, p1, p2, gb, g0, g1, g2, total, leading, each, repeats,
-    SPREAD: tl.constexpr, SIZE: tl.constexpr,
+    AXES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Σ over tiles, and over the rows that share a gain."""
     slot = tl.program_id(0)
@@ -92,10 +168,89 @@ def _gain_adjoint(
         for start in tl.range(0, each, SIZE):
             at = start + tl.arange(0, SIZE)
             value += tl.load(of_rows + line * total.to(tl.int64) + slot * each + at, at < each, 0.0)
-    sample, q0, q1, q2 = row_places(
-        slot * each // repeats, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD
+    cells = (batch, samples, c0, c1, c2, p0, p1, p2)
+    of_rows_ = row_places(slot * each // repeats, draws, cells, AXES)
+    tl.store(out + gain_places(of_rows_, (gb, g0, g1, g2)), tl.sum(value, 0))
+
+
+# --- how they are started ---
+
+
+class Told(NamedTuple):
+    """The launches for one kind of call."""
+
+    arrange: Launcher | None  # where columns are ordered otherwise than features
+    adjoint: Launcher
+    add: Launcher | None  # where rows share entries
+    narrow: bool
+    own: int
+    f: int
+    tiles: int
+    total: int
+    each: int  # rows of a sample
+    repeats: int  # rows of a position
+    cells: tuple[int, ...]
+    taps: tuple[int, ...]
+    places: tuple[int, ...]
+    blocks: tuple[int, ...]
+    of_blocks: int  # all that have channels
+    of_grad: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def _told(
+    batch: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    of_grad: tuple[int, ...],
+    grad_dtype: torch.dtype,
+    view: View,
+    plan: Plan,
+    gained: torch.dtype | None,
+) -> Told:
+    layout = plan.layout
+    own, f = sum(g for g, _ in layout.widths), layout.widths[0][1]
+    of_blocks = rows_of.blocks(plan)
+    by_tap, axes, padded = strides[1] == 1, len(view.phase), rows_of.padded(view)
+    narrow, precision = rows_of.products(dtype, INTERPRETED)
+    widely, widely_added = (
+        rows_of.lies_widely(s, kind.itemsize, plan) for s, kind in ((strides, dtype), (of_grad, grad_dtype))
+    )
+    shares = layout.taps > 1 and not disjoint(view)
+    kind = (axes, padded, widely, by_tap, layout.shared, widely_added and by_tap)
+    # rows that are written first are written in the dtype of the gradient
+    dtypes = (dtype, gained, grad_dtype, shares)
+    add = launcher(
+        _add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, COLUMNS
     )  # fmt: skip
-    tl.store(out + sample * gb + q0 * g0 + q1 * g1 + q2 * g2, tl.sum(value, 0))
+    repeats = of_blocks[2] if layout.shared else 1
+    return Told(
+        arrange=launcher(_arrange, 4, 2, (narrow,), by_tap, COLUMNS) if layout.taps > 1 else None,
+        adjoint=launcher(_adjoint, WARPS, STAGES, dtypes, *kind, layout.taps > 1, narrow, precision, ROWS, COLUMNS),
+        add=add if shares else None,
+        narrow=narrow,
+        own=own,
+        f=f,
+        tiles=cdiv(f, COLUMNS),
+        total=math.prod(view.budget) * repeats,
+        each=math.prod(view.budget[1:]),
+        repeats=repeats,
+        cells=rows_of.cells(batch, view),
+        taps=rows_of.taps(view),
+        places=rows_of.places(strides),
+        blocks=of_blocks,
+        of_blocks=layout.groups * sum(part.blocks for part in layout.parts),
+        of_grad=rows_of.places(of_grad),
+    )
+
+
+def disjoint(view: View) -> bool:
+    """Whether no two rows read the same entry: along every axis they lie further apart than their taps reach."""
+    for axis, picks in zip(view.phase, view.budget[1:], strict=True):
+        reach = (len(axis.offsets) - 1) * rows_of.spacing(axis.offsets)
+        if picks > 1 and axis.count // picks * axis.step <= abs(reach):
+            return False
+    return True
 
 
 def moments_adjoint_(
@@ -110,26 +265,34 @@ def moments_adjoint_(
     plan: Plan,
 ) -> Tensor | None:
     """As `plain.moments_adjoint_`."""
-    blocks, f = stats.mean.shape
-    tiles = triton.cdiv(f, COLUMNS)
-    told = described(x, draws, view, plan) | gain_strides(gain)
-    repeats = told["full"] if plan.layout.shared else 1
-    total = math.prod(view.budget) * repeats
-    of_rows = None if gain is None else torch.empty(blocks * tiles * total, dtype=torch.float32, device=x.device)
-    triton_launch.launch(
-        _adjoint, (triton.cdiv(total, ROWS), tiles, blocks), WARPS, x, grad=grad, of_rows=of_rows,
-        grad_mean=grad_mean.contiguous(), grad_cov=grad_cov.contiguous(), rows=stats.rows,
-        mean=stats.mean.contiguous(), unit=stats.unit, **told, **strides(grad, "t"), total=total, tiles=tiles, f=f,
-        share=1.0 / total, ROWS=ROWS, COLUMNS=COLUMNS, **triton_launch.precision(x.dtype),
+    gained = None if gain is None else gain.dtype
+    told = _told(x.shape[0], x.stride(), x.dtype, grad.stride(), grad.dtype, view, plan, gained)
+    block, taps, tiles = told.blocks[0], told.blocks[4], told.tiles
+    grad_cov = grad_cov.contiguous()
+    if told.arrange is not None:
+        arranged = torch.empty_like(grad_cov, dtype=torch.bfloat16 if told.narrow else torch.float32)
+        told.arrange((tiles, tiles, told.own), (arranged, grad_cov), told.f, taps, block)
+        grad_cov = arranged
+    rows_ = None if told.add is None else grad.new_empty(told.total * told.own * told.f)
+    of_rows = None if gain is None else grad_mean.new_empty(told.own * tiles * told.total)
+    gains = rows_of.gain_strides(gain)
+    told.adjoint(
+        (cdiv(told.total, ROWS), tiles, told.own),
+        (grad, rows_, of_rows, grad_cov, grad_mean.contiguous(), stats.rows, stats.mean.contiguous(), stats.unit,
+         x, gain, draws),
+        *told.cells, *told.taps, *told.places, *gains, *told.blocks, told.total, tiles, told.f, 1.0 / told.total,
+        *told.of_grad,
     )  # fmt: skip
+    if told.add is not None:
+        told.add(
+            (view.budget[0], told.of_blocks, cdiv(block, COLUMNS)), (grad, rows_, stats.rows, draws),
+            *told.cells, *told.taps, *told.blocks, told.total, told.each, told.f, told.own, *told.of_grad,
+        )  # fmt: skip
     if gain is None:
         return None
-    each = repeats if plan.per_row else repeats * math.prod(view.budget[1:])
+    each = told.repeats if plan.per_row else told.repeats * told.each
     out = torch.zeros_like(gain)
-    names = ("draws", "batch", "samples", "c0", "c1", "c2", "p0", "p1", "p2", "SPREAD")
-    own = {name: value for name, value in gain_strides(out).items() if name != "gain"}
-    triton_launch.launch(
-        _gain_adjoint, (total // each,), 1, x, out=out, of_rows=of_rows, **{name: told[name] for name in names},
-        **own, total=total, leading=blocks * tiles, each=each, repeats=repeats, SIZE=128,
-    )  # fmt: skip
+    start = launcher(_gain_adjoint, 1, 1, (gain.dtype,), len(view.phase), 128)
+    numbers = (told.total, told.own * tiles, each, told.repeats)
+    start((told.total // each, 1, 1), (out, of_rows, draws), *told.cells, *rows_of.gain_strides(out), *numbers)
     return out

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..whitening import Moments
-from . import triton_launch
-from .plain import Running
+from .plan import Running
+from .triton_launch import cdiv, launcher
 
 SIZE = 1024  # entries of a program
 
@@ -23,7 +23,8 @@ def _lerp(old, new, share):
 
 @triton.jit(do_not_specialize=["blocks", "f"])
 def _observe_means(
-    flags, delta, running_mean, tracked, step_rows, step_mean, rows, mean, cov, unit, blocks, f, momentum, decay,
+    flags, delta, running_mean, tracked, step_rows, step_mean, rows, mean, cov, unit,
+    blocks, f, momentum, decay,
     CUMULATIVE: tl.constexpr, MORE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One program: is the batch worth anything, with what weights does it enter; all of the size of the means."""
@@ -83,14 +84,9 @@ def observe_(state: Running, batch: Moments, momentum: float | None, more_may_co
     blocks, f = state.mean.shape
     flags, delta = state.mean.new_empty(4), state.mean.new_empty(blocks * f)
     decay = -math.inf if momentum is None or momentum == 1.0 else math.log1p(-momentum)
-    cov = batch.cov.contiguous()
-    triton_launch.launch(
-        _observe_means, (1,), 8, cov, flags=flags, delta=delta, running_mean=state.mean, tracked=state.tracked,
-        step_rows=state.step_rows, step_mean=state.step_mean, rows=batch.rows, mean=batch.mean.contiguous(), cov=cov,
-        unit=batch.unit, blocks=blocks, f=f, momentum=1.0 if momentum is None else float(momentum), decay=decay,
-        CUMULATIVE=momentum is None, MORE=more_may_come, SIZE=SIZE,
-    )  # fmt: skip
-    triton_launch.launch(
-        _observe_covariances, (triton.cdiv(cov.numel(), SIZE),), 4, cov, flags=flags, delta=delta,
-        running_cov=state.cov, step_cov=state.step_cov, cov=cov, unit=batch.unit, blocks=blocks, f=f, SIZE=SIZE,
-    )  # fmt: skip
+    rows, mean, cov, unit = (t.contiguous() for t in batch)
+    pointers = (flags, delta, state.mean, state.tracked, state.step_rows, state.step_mean, rows, mean, cov, unit)
+    of_means = launcher(_observe_means, 8, 1, (), momentum is None, more_may_come, SIZE)
+    of_means((1, 1, 1), pointers, blocks, f, 1.0 if momentum is None else float(momentum), decay)
+    pointers = (flags, delta, state.cov, state.step_cov, cov, unit)
+    launcher(_observe_covariances, 4, 1, (), SIZE)((cdiv(cov.numel(), SIZE), 1, 1), pointers, blocks, f)

@@ -1,208 +1,154 @@
-"""D and its adjoint for small blocks: one launch each, one program for each block, all products on the chip."""
+"""D of small blocks, one program for each: from the parts of the moments, or from moments that ranks have joined.
+
+D = ν^(-1/2) q(A/ν) with A = Cov + ridge·I, ν = ‖A‖_F and q = κI + γM + c·Q², Q = M² + aM + δI. What is wider is in
+`triton_root_wide`.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..roots import newton_coefficients, quartic_coefficients
-from ..whitening import Moments
-from . import triton_launch
-from .plan import Plan
+from .triton_launch import power_of_two
+from .triton_moments import part_means, part_products, product_places, unit_of
+from .triton_rows import feature_columns
 
-WIDEST = 128
-TILE = 64  # of a product. Matrices live in memory that stays in the cache: seven of them do not fit in registers
+WIDEST = 64  # features of a block that one program does: matrices of 128 do not fit beside their factors
 SMALLEST_RIDGE = torch.finfo(torch.float32).eps
 
 
 @triton.jit
-def _regularised(cov, block, unit, root_eps, shrinkage, f, width, SMALLEST: tl.constexpr, F: tl.constexpr):
+def ridge_of(unit, root_eps, SMALLEST: tl.constexpr):
+    """ε in the unit of Cov, not below the rounding of the data."""
+    ridge = tl.maximum(root_eps / unit, SMALLEST)
+    return ridge * ridge
+
+
+@triton.jit
+def _regularised(a, unit, root_eps, shrinkage, width, SMALLEST: tl.constexpr, F: tl.constexpr):
     """Cov + (ε + shrinkage·mean eigenvalue)·I of one block, zero beyond its width."""
     i, j = tl.arange(0, F)[:, None], tl.arange(0, F)[None, :]
-    a = tl.load(cov + block * f * f + i * f + j, (i < f) & (j < f), 0.0)
-    ridge = tl.maximum(root_eps / unit, SMALLEST)
-    ridge = ridge * ridge + shrinkage * tl.sum(tl.sum(tl.where(i == j, a, 0.0), 1), 0) / width
+    ridge = ridge_of(unit, root_eps, SMALLEST) + shrinkage * tl.sum(tl.sum(tl.where(i == j, a, 0.0), 1), 0) / width
     return a + tl.where((i == j) & (i < width), ridge, 0.0)
 
 
 @triton.jit
 def _norm(a):
-    """‖A‖_F, without overflow; 1 and False where there is none."""
+    """‖A‖_F, without overflow."""
     peak = tl.max(tl.max(tl.abs(a), 1), 0)
     peak = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # its power of two
     peak = tl.where(peak > 0, peak, 1.0)
     scaled = a * tl.div_rn(1.0, peak)
     square = tl.sum(tl.sum(scaled * scaled, 1), 0)
-    return tl.where(square > 0, tl.sqrt_rn(tl.where(square > 0, square, 1.0)) * peak, 1.0), square > 0
+    return tl.where(square > 0, tl.sqrt_rn(tl.where(square > 0, square, 1.0)) * peak, 1.0)
 
 
 @triton.jit
-def _update(out, old, alpha, beta, a, b, c, d, F: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr):
-    """out = α·old + β·(a·b + c·d), all F×F in memory; without c, α·old + β·a·b. `out` is none of a, b, c, d."""
-    k = tl.arange(0, T)
-    for tile in tl.range(0, (F // T) * (F // T)):
-        i, j = (tile // (F // T)) * T + tl.arange(0, T)[:, None], (tile % (F // T)) * T + tl.arange(0, T)[None, :]
-        total = tl.zeros((T, T), tl.float32)
-        for start in tl.range(0, F, T):
-            at = i * F + start + k[None, :], (start + k[:, None]) * F + j
-            total = tl.dot(tl.load(a + at[0]), tl.load(b + at[1]), total, input_precision=PRECISION)
-            if c is not None:
-                total = tl.dot(tl.load(c + at[0]), tl.load(d + at[1]), total, input_precision=PRECISION)
-        tl.store(out + i * F + j, alpha * tl.load(old + i * F + j) + beta * total)
-    tl.debug_barrier()  # what follows reads what other threads have written
+def _quartic_factor(m, COEFFICIENTS: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr):
+    """Q = M² + aM + δI."""
+    i, j = tl.arange(0, F)[:, None], tl.arange(0, F)[None, :]
+    q = tl.dot(m, m, COEFFICIENTS[3] * m, input_precision=PRECISION)
+    return q + tl.where(i == j, COEFFICIENTS[4], 0.0)
 
 
-@triton.jit
-def _plus_identity_(m, share, F: tl.constexpr):
-    """m += share·I, F×F in memory."""
-    at = tl.arange(0, F) * (F + 1)
-    tl.store(m + at, tl.load(m + at) + share)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _root(
-    out, scratch, cov, rows, unit, root_eps, shrinkage, f, first_last, last_width,
-    COEFFICIENTS: tl.constexpr, QUARTIC: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
-    F: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["f", "taps", "block", "parts", "chunk", "total", "tiles", "count", "first_last", "last_width"]
+)
+def _solve(
+    d, used_mean, used_unit, rows, mean, cov, unit_of_batch, running_mean, running_cov, tracked,
+    products, vectors, peaks, f, taps, block, parts, chunk, total, tiles, count, smallest, positions,
+    root_eps, shrinkage, first_last, last_width,
+    COLLECT: tl.constexpr, BY_TAP: tl.constexpr, COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, F: tl.constexpr,
+    COLUMNS: tl.constexpr, PEAKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    width = tl.where(block < first_last, f, last_width)
-    u = tl.load(unit)
-    a = _regularised(cov, block, u, root_eps, shrinkage, f, width, SMALLEST, F)
-    norm, present = _norm(a)
-    i, j = tl.arange(0, F)[:, None], tl.arange(0, F)[None, :]
-    m = scratch + block * (5 * F * F)
-    p, m_new, x, x_new = m + F * F, m + 2 * F * F, m + 3 * F * F, m + 4 * F * F
-    at = i * F + j
-    tl.store(m + at, a / norm)
-    if QUARTIC:
-        tl.debug_barrier()
-        _update(p, m, COEFFICIENTS[3], 1.0, m, m, None, None, F, T, PRECISION)
-        _plus_identity_(p, COEFFICIENTS[4], F)
-        _update(x, m, COEFFICIENTS[1], COEFFICIENTS[2], p, p, None, None, F, T, PRECISION)
+    """D of the batch, or of the running statistics where it has none; the identity without either.
+
+    COLLECT: moments are put together here, and written; else they are given.
+    """
+    own, blocks = tl.program_id(0), tl.num_programs(0)
+    at = tl.arange(0, F)
+    i, j, inside = at[:, None], at[None, :], at < f
+    both, place = inside[:, None] & inside[None, :], own.to(tl.int64) * f * f + i * f + j
+    if COLLECT:
+        unit, finite = unit_of(peaks, count, smallest, PEAKS)
+        given = tl.where(finite, f, 0)
+        inverse = tl.div_rn(1.0, unit)
+        column = feature_columns(at, block, taps, BY_TAP)
+        of_mean = part_means(
+            vectors, own, blocks, tiles * COLUMNS, column, inside, parts, chunk, total, inverse, F
+        )  # fmt: skip
+        a = part_products(
+            products, vectors, product_places(column, column, tiles, COLUMNS), own, blocks, tiles, column, inside,
+            column, inside, of_mean, of_mean, parts, chunk, total, inverse, F, COLUMNS,
+        )  # fmt: skip
+        a = tl.where((i < given) & (j < given), (a + tl.trans(a)) * 0.5, 0.0)
+        of_mean = tl.where(at < given, of_mean, 0.0)
+        tl.store(cov + place, a, both)
+        tl.store(mean + own * f + at, of_mean, inside)
+        if own == 0:
+            tl.store(unit_of_batch, unit)
+            tl.store(rows, tl.where(finite, positions, float("nan")))
     else:
-        tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
-        tl.debug_barrier()
-        for step in tl.static_range(1, STEPS):
-            alpha, beta = COEFFICIENTS[step - 1][0], COEFFICIENTS[step - 1][1]
-            _update(p, m, alpha, beta, m, m, None, None, F, T, PRECISION)
-            _update(m_new, p, alpha, beta, m, p, None, None, F, T, PRECISION)
-            _update(x_new, x, COEFFICIENTS[step][0], COEFFICIENTS[step][1], x, m_new, None, None, F, T, PRECISION)
-            m, m_new, x, x_new = m_new, m, x_new, x
-    d = tl.load(x + at)
-    if QUARTIC:
-        d += tl.where(i == j, COEFFICIENTS[0], 0.0)
-    d = d * tl.where(present, tl.div_rn(1.0, tl.sqrt_rn(norm)), 0.0)
-    d = tl.where(tl.load(rows) > 0, d, tl.where(i == j, u, 0.0))
-    tl.store(out + block * f * f + i * f + j, d, (i < f) & (j < f))
+        unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
+        a, of_mean = tl.load(cov + place, both, 0.0), tl.load(mean + own * f + at, inside, 0.0)
+    other, inverse = f - given, tl.div_rn(1.0, unit)  # all columns are those of the batch, or none
+    a += tl.load(running_cov + place, (i < other) & (j < other), 0.0) * inverse * inverse
+    of_mean += tl.load(running_mean + own * f + at, at < other, 0.0) * inverse
+    tl.store(used_mean + own * f + at, of_mean, inside)
+    if own == 0:
+        tl.store(used_unit, unit)
+    width = tl.where(own < first_last, f, last_width)
+    a = _regularised(a, unit, root_eps, shrinkage, width, SMALLEST, F)
+    norm = _norm(a)
+    m = a * tl.div_rn(1.0, norm)
+    q = _quartic_factor(m, COEFFICIENTS, F, PRECISION)
+    x = COEFFICIENTS[1] * m + tl.where(i == j, COEFFICIENTS[0], 0.0)
+    x += COEFFICIENTS[2] * tl.dot(q, q, input_precision=PRECISION)
+    known = given + tl.load(tracked) > 0
+    x = tl.where(known, x * tl.div_rn(1.0, tl.sqrt_rn(norm)), tl.where(i == j, unit, 0.0))
+    tl.store(d + place, x, both)
 
 
-@triton.jit
-def _symmetric(grad, block, f, F: tl.constexpr):
-    i, j = tl.arange(0, F)[:, None], tl.arange(0, F)[None, :]
-    inside = (i < f) & (j < f)
-    at = grad + block * f * f
-    return (tl.load(at + i * f + j, inside, 0.0) + tl.load(at + j * f + i, inside, 0.0)) / 2
-
-
-@triton.jit
-def _root_adjoint(
-    out, scratch, grad, root, cov, unit, root_eps, shrinkage, f, first_last, last_width,
-    COEFFICIENTS: tl.constexpr, QUARTIC: tl.constexpr, STEPS: tl.constexpr, SMALLEST: tl.constexpr,
-    F: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["f", "first_last", "last_width"])
+def _solve_adjoint(
+    of_cov, of_mean, of_d, of_shift, d, rows, cov, unit, f, root_eps, shrinkage, first_last, last_width,
+    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The iteration on (M, dM) side by side, with the gradient in the place of dM."""
-    block = tl.program_id(0).to(tl.int64)
-    width = tl.where(block < first_last, f, last_width)
-    a = _regularised(cov, block, tl.load(unit), root_eps, shrinkage, f, width, SMALLEST, F)
-    norm, present = _norm(a)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(norm))
-    i, j = tl.arange(0, F)[:, None], tl.arange(0, F)[None, :]
-    at = i * F + j
-    m = scratch + block * (10 * F * F)
-    p, m_new, x, x_new = m + F * F, m + 2 * F * F, m + 3 * F * F, m + 4 * F * F
-    dm, dp, dm_new, dx, dx_new = m + 5 * F * F, p + 5 * F * F, m_new + 5 * F * F, x + 5 * F * F, x_new + 5 * F * F
-    g = _symmetric(grad, block, f, F) * scale
-    tl.store(m + at, a / norm)
-    tl.store(dm + at, g)
-    if QUARTIC:
-        tl.debug_barrier()
-        _update(p, m, COEFFICIENTS[3], 1.0, m, m, None, None, F, T, PRECISION)
-        _plus_identity_(p, COEFFICIENTS[4], F)
-        _update(dp, dm, COEFFICIENTS[3], 1.0, m, dm, dm, m, F, T, PRECISION)
-        _update(dx, dm, COEFFICIENTS[1], COEFFICIENTS[2], dp, p, p, dp, F, T, PRECISION)
-    else:
-        tl.store(x + at, tl.where(i == j, COEFFICIENTS[0][0], 0.0) + COEFFICIENTS[0][1] * (a / norm))
-        tl.store(dx + at, COEFFICIENTS[0][1] * g)
-        tl.debug_barrier()
-        for step in tl.static_range(1, STEPS):
-            alpha, beta = COEFFICIENTS[step - 1][0], COEFFICIENTS[step - 1][1]
-            _update(p, m, alpha, beta, m, m, None, None, F, T, PRECISION)
-            _update(dp, dm, alpha, beta, m, dm, dm, m, F, T, PRECISION)
-            _update(m_new, p, alpha, beta, m, p, None, None, F, T, PRECISION)
-            _update(dm_new, dp, alpha, beta, dm, p, m, dp, F, T, PRECISION)
-            alpha, beta = COEFFICIENTS[step][0], COEFFICIENTS[step][1]
-            _update(dx_new, dx, alpha, beta, dx, m_new, x, dm_new, F, T, PRECISION)
-            if step + 1 < STEPS:
-                _update(x_new, x, alpha, beta, x, m_new, None, None, F, T, PRECISION)
-            m, m_new, x, x_new = m_new, m, x_new, x
-            dm, dm_new, dx, dx_new = dm_new, dm, dx_new, dx
-    # D = ν^(-1/2) q(A/ν) with ν = ‖A‖_F, which moves with A as well. A and the gradient are read again: held since the
-    # start they would have cost their registers.
-    d = tl.load(root + block * f * f + i * f + j, (i < f) & (j < f), 0.0)
-    along = tl.sum(tl.sum(_symmetric(grad, block, f, F) * d, 1), 0) / 2
-    start = _regularised(cov, block, tl.load(unit), root_eps, shrinkage, f, width, SMALLEST, F) / norm
-    of_m = tl.load(dx + at)
-    along = -tl.sum(tl.sum(of_m * start, 1), 0) - along
-    back = tl.where(present, of_m / norm + start * (along / norm), 0.0)
+    """The polynomial on pairs (M, dM) with the gradient of D in the place of dM, and D·(what reaches μ·D·W).
+
+    Where the batch had no moments of its own nothing reaches them.
+    """
+    own, at = tl.program_id(0), tl.arange(0, F)
+    i, j, inside = at[:, None], at[None, :], at < f
+    both, place = inside[:, None] & inside[None, :], own.to(tl.int64) * f * f + i * f + j
+    width = tl.where(own < first_last, f, last_width)
+    a = _regularised(tl.load(cov + place, both, 0.0), tl.load(unit), root_eps, shrinkage, width, SMALLEST, F)
+    norm = _norm(a)
+    m = a * tl.div_rn(1.0, norm)
+    mirrored = own.to(tl.int64) * f * f + j * f + i
+    s = (tl.load(of_d + place, both, 0.0) + tl.load(of_d + mirrored, both, 0.0)) / 2
+    dm = s * tl.div_rn(1.0, tl.sqrt_rn(norm))
+    k = tl.dot(m, dm, input_precision=PRECISION)
+    dq = COEFFICIENTS[3] * dm + k + tl.trans(k)
+    q = _quartic_factor(m, COEFFICIENTS, F, PRECISION)
+    k = tl.dot(q, dq, input_precision=PRECISION)
+    dx = COEFFICIENTS[1] * dm + COEFFICIENTS[2] * (k + tl.trans(k))
+    root = tl.load(d + place, both, 0.0)
+    along = tl.sum(tl.sum(dx * m + s * root / 2, 1), 0)  # ν moves with A as well
+    back = tl.where(both, (dx - m * along) * tl.div_rn(1.0, norm), 0.0)
     share = shrinkage * tl.sum(tl.sum(tl.where((i == j) & (i < width), back, 0.0), 1), 0) / width
-    tl.store(out + block * f * f + i * f + j, back + tl.where(i == j, share, 0.0), (i < f) & (j < f))
+    seen = tl.load(rows) > 0
+    tl.store(of_cov + place, tl.where(seen, back + tl.where(i == j, share, 0.0), 0.0), both)
+    shift = tl.sum(root * tl.load(of_shift + own * f + at, inside, 0.0)[None, :], 1)
+    tl.store(of_mean + own * f + at, tl.where(seen, shift, 0.0), inside)
 
 
-def root(stats: Moments, plan: Plan) -> Tensor:
-    """As `plain.root`."""
-    out = torch.empty_like(stats.cov, memory_format=torch.contiguous_format)
-    _start(_root, 5, out, stats, plan, rows=stats.rows)
-    return out
+def size_of(f: int) -> int:
+    """Of the matrices of a program."""
+    return max(power_of_two(f), 16)
 
 
-def root_adjoint(stats: Moments, d: Tensor, grad: Tensor, plan: Plan) -> Tensor:
-    """As `plain.root_adjoint`."""
-    out = torch.empty_like(stats.cov, memory_format=torch.contiguous_format)
-    _start(_root_adjoint, 10, out, stats, plan, grad=grad.contiguous(), root=d.contiguous())
-    return out
-
-
-def _start(kernel, matrices: int, out: Tensor, stats: Moments, plan: Plan, **more: Tensor) -> None:
-    g, f = out.shape[:2]
-    size, quartic = max(triton.next_power_of_2(f), 16), plan.solver == "quartic"
-    coefficients = quartic_coefficients(plan.steps) if quartic else newton_coefficients(plan.solver, plan.steps)
-    triton_launch.launch(
-        kernel,
-        (g,),
-        4 if size <= 64 else 8,
-        out,
-        out=out,
-        scratch=out.new_empty(g * matrices * size * size),
-        cov=stats.cov.contiguous(),
-        unit=stats.unit,
-        **more,
-        root_eps=math.sqrt(plan.eps),
-        shrinkage=float(plan.shrinkage),
-        f=f,
-        first_last=plan.layout.widths[0][0],  # blocks from this one on have the width of the last part
-        last_width=plan.layout.widths[-1][1],
-        COEFFICIENTS=tuple(coefficients),
-        QUARTIC=quartic,
-        STEPS=plan.steps,
-        SMALLEST=SMALLEST_RIDGE,
-        F=size,
-        T=min(size, TILE),
-        PRECISION=triton_launch.PRECISION,
-    )
+def warps_of(size: int) -> int:
+    return 4 if size <= 32 else 8 if size <= 64 else 16

@@ -1,10 +1,13 @@
-"""Where the rows of a call lie: the integers of `sampling.choose` and `rows.locate`, as kernels compute them."""
+"""Where the rows of a call lie: the integers of `sampling.choose` and `rows.locate`, as kernels compute them.
+
+Sizes, strides and taps are arguments, so that a kernel is compiled for a few kinds of layers and not for each. They
+come in groups, always in the order of the functions below.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,122 +15,205 @@ from torch import Tensor
 from ..sampling import BITS, STRIDES
 from .plan import Plan, View
 
+CELLS = ("batch", "samples", "c0", "c1", "c2", "p0", "p1", "p2")  # and those of positions: all there are, and chosen
+TAPS = ("n0", "n1", "n2", "e0", "e1", "e2", "o0", "o1", "o2", "d0", "d1", "d2", "k1", "k2")  # size, step, first, next
+PLACES = ("sb", "sc", "s0", "s1", "s2")  # strides of an input
+GAINS = ("gb", "g0", "g1", "g2")
+BLOCKS = ("block", "full_blocks", "full", "group_channels", "taps")
+OF_BATCH = tl.constexpr(STRIDES[0])
+OF_AXES = tl.constexpr(STRIDES[1:])
+KEPT_BITS = tl.constexpr((1 << BITS) - 1)
+FREE_BITS = tl.constexpr(32 - BITS)
+WIDE = tl.constexpr(8)  # values of 16 bits that one load takes
+
 
 @triton.jit
-def _spread(cell, number, draw, count, picks, STRIDE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr):
-    """One of `count` places for each of `picks` cells; every cell is its place where there are as many."""
-    offset = (number * STRIDE + draw) & ((1 << BITS) - 1)
-    scaled = (((cell << BITS) + offset) * count) >> BITS  # a // (picks << BITS) is (a >> BITS) // picks, exactly
-    if not WIDE:  # division of 64 bits is a long program
-        scaled = scaled.to(tl.int32)
-    return tl.where(picks < count, (scaled // picks).to(tl.int64), cell)
+def _spread(cell, number, draw, count, picks, STRIDE: tl.constexpr):
+    """One of `count` places for each of `picks` cells; every cell is its place where there are as many.
+
+    (c·2^B + o)·count // (picks·2^B) = (c·count + (o·count >> B)) // picks, in 32 bits.
+    """
+    offset = (number.to(tl.uint32) * STRIDE + draw) & KEPT_BITS
+    part = tl.umulhi(offset << FREE_BITS, offset * 0 + count).to(tl.int32)
+    return tl.where(picks < count, (cell * count + part) // picks, cell)
 
 
 @triton.jit
-def row_places(row, draws, batch, samples, c0, c1, c2, p0, p1, p2, SPREAD: tl.constexpr):
+def row_places(row, draws, cells, AXES: tl.constexpr):
     """Sample and position along three axes of rows, which are numbered sample by sample."""
-    last = (row % p2).to(tl.int64)
-    middle = ((row // p2) % p1).to(tl.int64)
-    first = ((row // p2 // p1) % p0).to(tl.int64)
-    number = (row // p2 // p1 // p0).to(tl.int64)
+    batch, samples, c0, c1, c2, p0, p1, p2 = cells
+    number, q0, q1, q2 = row, row * 0, row * 0, row * 0
+    if AXES > 2:
+        q2 = number % p2
+        number = number // p2
+    if AXES > 1:
+        q1 = number % p1
+        number = number // p1
+    if AXES > 0:
+        q0 = number % p0
+        number = number // p0
+    if AXES > 2:
+        q2 = _spread(q2, number, tl.load(draws + 3).to(tl.uint32), c2, p2, OF_AXES[2])
+    if AXES > 1:
+        q1 = _spread(q1, number, tl.load(draws + 2).to(tl.uint32), c1, p1, OF_AXES[1])
+    if AXES > 0:
+        q0 = _spread(q0, number, tl.load(draws + 1).to(tl.uint32), c0, p0, OF_AXES[0])
     moved = tl.where(number * 0 + batch >= 2 * samples, number, 0)  # as `sampling.moves`
-    sample = _spread(number, moved, tl.load(draws), batch, samples, SPREAD[1][0], SPREAD[0], SPREAD[2])
-    first = _spread(first, number, tl.load(draws + 1), c0, p0, SPREAD[1][1], SPREAD[0], SPREAD[2])
-    middle = _spread(middle, number, tl.load(draws + 2), c1, p1, SPREAD[1][2], SPREAD[0], SPREAD[2])
-    last = _spread(last, number, tl.load(draws + 3), c2, p2, SPREAD[1][3], SPREAD[0], SPREAD[2])
-    return sample, first, middle, last
+    sample = _spread(number, moved, tl.load(draws).to(tl.uint32), batch, samples, OF_BATCH)
+    return sample, q0, q1, q2
 
 
 @triton.jit
-def column_parts(column, BLOCK: tl.constexpr, TAPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+def located(row, draws, own, cells, blocks, AXES: tl.constexpr, SHARED: tl.constexpr):
+    """Where rows lie, and of which block they are: one for all, or stacked as extra rows, where these share a D."""
+    place, of_blocks = row, own + row * 0
+    if SHARED:
+        place, of_blocks = row // blocks[2], row % blocks[2]
+    return row_places(place, draws, cells, AXES), of_blocks
+
+
+@triton.jit
+def gain_places(of_rows, gains):
+    sample, q0, q1, q2 = of_rows
+    return sample.to(tl.int64) * gains[0] + q0 * gains[1] + q1 * gains[2] + q2 * gains[3]
+
+
+@triton.jit
+def column_parts(column, block, taps, BY_TAP: tl.constexpr):
     """Channel of a block, tap, and feature (channel, tap) of a column. Where channels lie together, so do columns."""
-    total: tl.constexpr = TAPS[0][0] * TAPS[1][0] * TAPS[2][0]
-    if CHANNELS_LAST:
-        channel, tap = column % BLOCK, column // BLOCK
+    if BY_TAP:
+        channel, tap = column % block, column // block
     else:
-        channel, tap = column // total, column % total
-    return channel, tap, channel * total + tap
+        channel, tap = column // taps, column % taps
+    return channel, tap, channel * taps + tap
 
 
 @triton.jit
-def block_channels(block, full, group_channels, BLOCK: tl.constexpr, FULL_BLOCKS: tl.constexpr):
+def feature_columns(feature, block, taps, BY_TAP: tl.constexpr):
+    """The inverse: the column of a feature."""
+    return feature % taps * block + feature // taps if BY_TAP else feature
+
+
+@triton.jit
+def there(channel, tap, own, blocks, WIDELY: tl.constexpr):
+    """Which columns a block has. Where blocks share a D, all have as many."""
+    _, width = block_channels(own, blocks)
+    inside = (channel < width) & (tap < blocks[4])
+    if WIDELY:
+        inside = tl.max_constancy(inside, WIDE)
+    return inside
+
+
+@triton.jit
+def block_channels(own, blocks):
     """First channel of a block, and how many it has; smaller last blocks of all groups come after the full ones."""
-    is_full = block < full
-    start = tl.where(
-        is_full,
-        block // FULL_BLOCKS * group_channels + block % FULL_BLOCKS * BLOCK,
-        (block - full) * group_channels + FULL_BLOCKS * BLOCK,
-    )
-    return start, tl.where(is_full, BLOCK, group_channels - FULL_BLOCKS * BLOCK)
+    block, full_blocks, full, group_channels, _ = blocks
+    is_full = own < full
+    first = own // full_blocks * group_channels + own % full_blocks * block
+    start = tl.where(is_full, first, (own - full) * group_channels + full_blocks * block)
+    return start, tl.where(is_full, block, group_channels - full_blocks * block)
 
 
 @triton.jit
 def entry_places(
-    sample, q0, q1, q2, first, channel, tap, sb, sc, s0, s1, s2, n0, n1, n2, keep, TAPS: tl.constexpr
-):  # fmt: skip
+    of_rows, first, channel, tap, keep, taps, places, AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr
+):
     """Offsets (rows, columns) into a tensor (batch, channels, *sizes) of these strides, and those of `keep` inside.
 
     Rows and columns have their own part each, so that there is one sum for each entry; what is inside is asked only
-    along axes where taps overhang.
+    where taps overhang. WIDELY: columns come in runs of eight that lie together.
     """
-    r0, r1, r2 = q0 * TAPS[0][1] + TAPS[0][2], q1 * TAPS[1][1] + TAPS[1][2], q2 * TAPS[2][1] + TAPS[2][2]
-    t0 = tap // (TAPS[1][0] * TAPS[2][0]) * TAPS[0][3]
-    t1 = (tap // TAPS[2][0]) % TAPS[1][0] * TAPS[1][3]
-    t2 = tap % TAPS[2][0] * TAPS[2][3]
-    if TAPS[0][4]:
-        at = r0.to(tl.int32)[:, None] + t0[None, :]
-        keep = keep & (at >= 0) & (at < n0)
-    if TAPS[1][4]:
-        at = r1.to(tl.int32)[:, None] + t1[None, :]
-        keep = keep & (at >= 0) & (at < n1)
-    if TAPS[2][4]:
-        at = r2.to(tl.int32)[:, None] + t2[None, :]
-        keep = keep & (at >= 0) & (at < n2)
-    of_row = sample * sb + first * sc + r0 * s0 + r1 * s1 + r2 * s2
-    of_column = channel * sc + t0 * s0 + t1 * s1 + t2 * s2
-    return of_row[:, None] + of_column[None, :], keep
+    sample, q0, q1, q2 = of_rows
+    n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2 = taps
+    sb, sc, s0, s1, s2 = places
+    of_row, of_column = sample.to(tl.int64) * sb + first * sc, channel * sc
+    if AXES > 0:
+        r0, t0 = q0 * e0 + o0, tap // (k1 * k2) * d0
+        of_row, of_column = of_row + r0 * s0, of_column + t0 * s0
+        if PADDED:
+            keep = keep & (r0[:, None] + t0[None, :] >= 0) & (r0[:, None] + t0[None, :] < n0)
+    if AXES > 1:
+        r1, t1 = q1 * e1 + o1, tap // k2 % k1 * d1
+        of_row, of_column = of_row + r1 * s1, of_column + t1 * s1
+        if PADDED:
+            keep = keep & (r1[:, None] + t1[None, :] >= 0) & (r1[:, None] + t1[None, :] < n1)
+    if AXES > 2:
+        r2, t2 = q2 * e2 + o2, tap % k2 * d2
+        of_row, of_column = of_row + r2 * s2, of_column + t2 * s2
+        if PADDED:
+            keep = keep & (r2[:, None] + t2[None, :] >= 0) & (r2[:, None] + t2[None, :] < n2)
+    at = of_row[:, None] + of_column[None, :]
+    if WIDELY:
+        at = tl.max_contiguous(tl.multiple_of(at, [1, WIDE]), [1, WIDE])
+        keep = tl.max_constancy(keep, [1, WIDE])
+    return at, keep
 
 
-def described(x: Tensor, draws: Tensor, view: View, plan: Plan) -> dict[str, Any]:
-    """What these functions are told. Sizes are arguments of a kernel, and a layer's taps are built into it."""
-    axes = [(a.size, a.count, p) for a, p in zip(view.phase, view.budget[1:], strict=True)]
-    axes += [(1, 1, 1)] * (3 - len(axes))
-    taps = [(len(a.offsets), a.step, a.offsets[0], spacing(a.offsets), a.overhangs) for a in view.phase]
-    taps += [(1, 1, 0, 1, False)] * (3 - len(taps))
-    full = plan.layout.parts[0].blocks
-    wide = max(x.shape[0] * view.budget[0], *(count * picks for _, count, picks in axes)) >= 2**31
-    return {
-        "x": x,
-        "draws": draws,
-        "batch": x.shape[0],
-        "samples": view.budget[0],
-        **{f"{name}{i}": axis[at] for at, name in enumerate("ncp") for i, axis in enumerate(axes)},
-        **strides(x, "s"),
-        "full": plan.layout.groups * full,
-        "group_channels": plan.layout.channels,
-        "TAPS": tuple(taps),
-        "BLOCK": min(plan.layout.block, plan.layout.channels),
-        "FULL_BLOCKS": full,
-        "SHARED": plan.layout.shared,
-        "CHANNELS_LAST": x.stride(1) == 1,
-        "SPREAD": (BITS, STRIDES, wide),
-    }
+# --- what these functions are told ---
 
 
-def gain_strides(gain: Tensor | None) -> dict[str, Any]:
-    """The gain, and its strides along batch and axes: none where there is one gain for a whole sample."""
-    given = {"gb": 0, "g0": 0, "g1": 0, "g2": 0}
-    if gain is not None:
-        own = [s if size > 1 else 0 for s, size in zip(gain.stride(), gain.shape, strict=True)]
-        given = dict(zip(given, [own[0], *own[2:], 0, 0, 0], strict=False))
-    return {"gain": gain, **given}
+def cells(batch: int, view: View) -> tuple[int, ...]:
+    """CELLS."""
+    counts = [axis.count for axis in view.phase]
+    more = [1] * (3 - len(counts))
+    return (batch, view.budget[0], *counts, *more, *view.budget[1:], *more)
 
 
-def strides(x: Tensor, name: str) -> dict[str, int]:
-    """Of batch, channels and three axes."""
-    given = [*x.stride(), 0, 0, 0][:5]
-    return {f"{name}{axis}": given[at] for at, axis in enumerate("bc012")}
+def taps(view: View) -> tuple[int, ...]:
+    """TAPS."""
+    axes = [(a.size, a.step, a.offsets[0], spacing(a.offsets), len(a.offsets)) for a in view.phase]
+    axes += [(1, 1, 0, 0, 1)] * (3 - len(axes))
+    *numbers, count = zip(*axes, strict=True)
+    return (*(value for number in numbers for value in number), *count[1:])
+
+
+def blocks(plan: Plan) -> tuple[int, ...]:
+    """BLOCKS."""
+    layout = plan.layout
+    full = layout.parts[0].blocks
+    return min(layout.block, layout.channels), full, layout.groups * full, layout.channels, layout.taps
+
+
+def places(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """PLACES, of a tensor with these strides."""
+    return (*strides, 0, 0, 0)[:5]
+
+
+def gain_strides(gain: Tensor | None) -> tuple[int, ...]:
+    """GAINS: none where there is one gain for a whole sample."""
+    if gain is None:
+        return (0, 0, 0, 0)
+    own = [s if size > 1 else 0 for s, size in zip(gain.stride(), gain.shape, strict=True)]
+    return (own[0], *own[2:], 0, 0, 0)[:4]
 
 
 def spacing(offsets: tuple[int, ...]) -> int:
-    return offsets[1] - offsets[0] if len(offsets) > 1 else 1
+    return offsets[1] - offsets[0] if len(offsets) > 1 else 0
+
+
+def padded(view: View) -> bool:
+    return any(axis.overhangs for axis in view.phase)
+
+
+def lies_widely(strides: tuple[int, ...], itemsize: int, plan: Plan) -> bool:
+    """Whether columns of such an input come in runs that one load takes."""
+    block, _, _, group_channels, _ = blocks(plan)
+    others = [s for s in strides if s != 1] + [block, group_channels]
+    return strides[1] == 1 and itemsize <= 4 and all(value % 8 == 0 for value in others)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether positions within a sample, and all strides, are numbers of 32 bits."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return reach < 2**31 and max(x.stride(), default=0) < 2**31
+
+
+def products(dtype: torch.dtype, interpreted: bool) -> tuple[bool, str]:
+    """How products with rows of this dtype are made: of numbers of 16 bits or not, and those of float32 with what.
+
+    "tf32x3" is three tensor-core products of split factors, within a few roundings of float32. Where data have 16 bits,
+    "tf32", one product that keeps ten, is within what their own rounding leaves. The interpreter has no product of
+    bfloat16.
+    """
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return narrow and not interpreted, "tf32" if narrow else "tf32x3"

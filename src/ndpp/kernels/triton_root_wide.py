@@ -1,0 +1,254 @@
+"""D of blocks that are too wide for one program, and its adjoint, by tiles: a launch for each product in turn.
+
+Nothing is normalised before it is multiplied: A·A and the parts of ‖A‖_F come out of one launch, and are put into their
+proportion as the next one reads them. Every matrix is symmetric: tiles of the upper triangle, and their mirror images.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_root import ridge_of
+
+TILE, DEPTH = 64, 32  # of an output, and of the factors that are loaded at a time
+WARPS, STAGES = 8, 2
+NUMBERS = ["f", "tiles", "first_last", "last_width"]
+
+
+@triton.jit
+def _trace(cov, running_cov, own, given, scale, f, WIDTH: tl.constexpr):
+    """Of Cov as it is used: the batch gives all of its f columns, or none, and the running statistics the others."""
+    at = tl.arange(0, WIDTH)
+    place = own.to(tl.int64) * f * f + at * (f + 1)
+    diagonal = tl.load(cov + place, at < given, 0.0)
+    if running_cov is not None:
+        diagonal += tl.load(running_cov + place, at < f - given, 0.0) * scale
+    return tl.sum(diagonal, 0)
+
+
+@triton.jit
+def _tile(matrix, own, i, j, f):
+    """A tile of one of the matrices (blocks, f, f), zeros beyond it."""
+    place = own.to(tl.int64) * f * f + i[:, None] * f + j[None, :]
+    return tl.load(matrix + place, (i < f)[:, None] & (j < f)[None, :], 0.0)
+
+
+@triton.jit
+def _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale):
+    """A tile of Cov + ridge·I, of the batch or of the running statistics."""
+    place = own.to(tl.int64) * f * f + i[:, None] * f + j[None, :]
+    a = tl.load(cov + place, (i < given)[:, None] & (j < given)[None, :], 0.0)
+    if running_cov is not None:
+        a += tl.load(running_cov + place, (i < f - given)[:, None] & (j < f - given)[None, :], 0.0) * scale
+    return a + tl.where((i[:, None] == j[None, :]) & (i < width)[:, None], ridge, 0.0)
+
+
+@triton.jit
+def _symmetric_tile(matrix, own, i, j, f):
+    """A tile of (G + Gᵀ)/2."""
+    inside = (i < f)[:, None] & (j < f)[None, :]
+    mirrored = matrix + own.to(tl.int64) * f * f + j[None, :] * f + i[:, None]
+    return (_tile(matrix, own, i, j, f) + tl.load(mirrored, inside, 0.0)) / 2
+
+
+@triton.jit
+def _store(matrix, value, own, i, j, f, MIRRORED: tl.constexpr):
+    place = matrix + own.to(tl.int64) * f * f
+    inside = (i < f)[:, None] & (j < f)[None, :]
+    tl.store(place + i[:, None] * f + j[None, :], value, inside)
+    if MIRRORED:
+        tl.store(place + j[None, :] * f + i[:, None], value, inside)
+
+
+@triton.jit
+def _sum(parts, own, tiles, PARTS: tl.constexpr):
+    """Of what the programs of the upper triangle have left, in one order."""
+    at = tl.arange(0, PARTS)
+    upper = (at < tiles * tiles) & (at // tiles <= at % tiles)
+    return tl.sum(tl.load(parts + own * tiles * tiles + at, upper, 0.0), 0)
+
+
+@triton.jit
+def _identity(i, j, value):
+    return tl.where(i[:, None] == j[None, :], value, 0.0)
+
+
+@triton.jit
+def _ridge(cov, running_cov, own, unit, given, scale, root_eps, shrinkage, f, width, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip # noqa: E501
+    ridge = ridge_of(unit, root_eps, SMALLEST)
+    if SHRINKS:
+        ridge += shrinkage * _trace(cov, running_cov, own, given, scale, f, WIDTH) / width
+    return ridge
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _square(
+    squares, norms, rows, cov, unit_of_batch, running_cov, f, tiles, first_last, last_width, root_eps, shrinkage,
+    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A·A, and the part of ‖A‖² in every tile."""
+    first, second, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    if second < first:
+        return
+    unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
+    scale = tl.div_rn(1.0, unit * unit)
+    width = tl.where(own < first_last, f, last_width)
+    ridge = _ridge(
+        cov, running_cov, own, unit, given, scale, root_eps, shrinkage, f, width, SMALLEST, SHRINKS, WIDTH
+    )  # fmt: skip
+    i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for start in tl.range(0, f, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        left = _regular_tile(cov, running_cov, own, i, k, f, width, ridge, given, scale)
+        right = _regular_tile(cov, running_cov, own, k, j, f, width, ridge, given, scale)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale)
+    often = tl.where(first == second, 1.0, 2.0)
+    tl.store(norms + own * tiles * tiles + first * tiles + second, often * tl.sum(tl.sum(a * a, 1), 0))
+    _store(squares, total, own, i, j, f, True)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _quartic(
+    d, used_mean, used_unit, squares, norms, rows, mean, cov, unit_of_batch, running_mean, running_cov, tracked,
+    f, tiles, first_last, last_width, root_eps, shrinkage,
+    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """D, with Q = A²/ν² + a·A/ν + δI from what `_square` has left."""
+    first, second, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    if second < first:
+        return
+    unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
+    scale = tl.div_rn(1.0, unit * unit)
+    width = tl.where(own < first_last, f, last_width)
+    ridge = _ridge(
+        cov, running_cov, own, unit, given, scale, root_eps, shrinkage, f, width, SMALLEST, SHRINKS, WIDTH
+    )  # fmt: skip
+    norm = tl.sqrt_rn(_sum(norms, own, tiles, PARTS))
+    by = tl.div_rn(1.0, norm)
+    i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for start in tl.range(0, f, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        left = _regular_tile(cov, running_cov, own, i, k, f, width, ridge, given, scale) * (COEFFICIENTS[3] * by)
+        left += _tile(squares, own, i, k, f) * (by * by) + _identity(i, k, COEFFICIENTS[4])
+        right = _regular_tile(cov, running_cov, own, k, j, f, width, ridge, given, scale) * (COEFFICIENTS[3] * by)
+        right += _tile(squares, own, k, j, f) * (by * by) + _identity(k, j, COEFFICIENTS[4])
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale)
+    x = COEFFICIENTS[2] * total + (COEFFICIENTS[1] * by) * a + _identity(i, j, COEFFICIENTS[0])
+    known = given + tl.load(tracked) > 0
+    x = tl.where(known, x * tl.div_rn(1.0, tl.sqrt_rn(norm)), _identity(i, j, unit))
+    _store(d, x, own, i, j, f, True)
+    if first == second:
+        of_mean = tl.load(mean + own * f + i, i < given, 0.0)
+        of_mean += tl.load(running_mean + own * f + i, i < f - given, 0.0) * tl.div_rn(1.0, unit)
+        tl.store(used_mean + own * f + i, of_mean, i < f)
+        if (first == 0) & (own == 0):
+            tl.store(used_unit, unit)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _square_adjoint(
+    squares, sums, norms, inner, of_d, d, rows, cov, unit_of_batch,
+    f, tiles, first_last, last_width, root_eps, shrinkage,
+    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A·A again and A·S + S·A, with S the symmetric part of the gradient of D; of every tile ‖A‖² and ⟨S, D⟩."""
+    first, second, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    if second < first:
+        return
+    unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
+    width = tl.where(own < first_last, f, last_width)
+    ridge = _ridge(cov, None, own, unit, given, 1.0, root_eps, shrinkage, f, width, SMALLEST, SHRINKS, WIDTH)
+    i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
+    square, both = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    for start in tl.range(0, f, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        left = _regular_tile(cov, None, own, i, k, f, width, ridge, given, 1.0)
+        right = _regular_tile(cov, None, own, k, j, f, width, ridge, given, 1.0)
+        square = tl.dot(left, right, square, input_precision=PRECISION)
+        both = tl.dot(left, _symmetric_tile(of_d, own, k, j, f), both, input_precision=PRECISION)
+        both = tl.dot(_symmetric_tile(of_d, own, i, k, f), right, both, input_precision=PRECISION)
+    a = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0)
+    along = _symmetric_tile(of_d, own, i, j, f) * _tile(d, own, i, j, f)
+    often = tl.where(first == second, 1.0, 2.0)
+    at = own * tiles * tiles + first * tiles + second
+    tl.store(norms + at, often * tl.sum(tl.sum(a * a, 1), 0))
+    tl.store(inner + at, often * tl.sum(tl.sum(along, 1), 0))
+    _store(squares, square, own, i, j, f, True)
+    _store(sums, both, own, i, j, f, True)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _quartic_adjoint(
+    of_x, projected, traces, squares, sums, norms, of_d, rows, cov, unit_of_batch,
+    f, tiles, first_last, last_width, root_eps, shrinkage,
+    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dX = c·(Q·dQ + dQ·Q) + γ·dM; of every tile ⟨dX, M⟩ and its share of the trace of dX."""
+    first, second, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    if second < first:
+        return
+    unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
+    width = tl.where(own < first_last, f, last_width)
+    ridge = _ridge(cov, None, own, unit, given, 1.0, root_eps, shrinkage, f, width, SMALLEST, SHRINKS, WIDTH)
+    norm = tl.sqrt_rn(_sum(norms, own, tiles, PARTS))
+    by = tl.div_rn(1.0, norm)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(norm))
+    i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for start in tl.range(0, f, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        q = _regular_tile(cov, None, own, i, k, f, width, ridge, given, 1.0) * (COEFFICIENTS[3] * by)
+        q += _tile(squares, own, i, k, f) * (by * by) + _identity(i, k, COEFFICIENTS[4])
+        dq = _symmetric_tile(of_d, own, k, j, f) * (COEFFICIENTS[3] * scale) + _tile(sums, own, k, j, f) * (by * scale)
+        total = tl.dot(q, dq, total, input_precision=PRECISION)
+        dq = _symmetric_tile(of_d, own, i, k, f) * (COEFFICIENTS[3] * scale) + _tile(sums, own, i, k, f) * (by * scale)
+        q = _regular_tile(cov, None, own, k, j, f, width, ridge, given, 1.0) * (COEFFICIENTS[3] * by)
+        q += _tile(squares, own, k, j, f) * (by * by) + _identity(k, j, COEFFICIENTS[4])
+        total = tl.dot(dq, q, total, input_precision=PRECISION)
+    dx = COEFFICIENTS[2] * total + _symmetric_tile(of_d, own, i, j, f) * (COEFFICIENTS[1] * scale)
+    m = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0) * by
+    often = tl.where(first == second, 1.0, 2.0)
+    at = own * tiles * tiles + first * tiles + second
+    tl.store(projected + at, often * tl.sum(tl.sum(dx * m, 1), 0))
+    on_diagonal = (i[:, None] == j[None, :]) & (i < width)[:, None]
+    tl.store(traces + at, tl.sum(tl.sum(tl.where(on_diagonal, dx, 0.0), 1), 0))
+    _store(of_x, dx, own, i, j, f, True)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _finish_adjoint(
+    of_cov, of_mean, of_x, projected, traces, norms, inner, of_shift, d, rows, cov, unit_of_batch,
+    f, tiles, first_last, last_width, root_eps, shrinkage,
+    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of Cov and μ, some lines at a time: ν moves with A as well."""
+    first, own = tl.program_id(0), tl.program_id(1)
+    unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
+    width = tl.where(own < first_last, f, last_width)
+    trace = 0.0
+    if SHRINKS:
+        trace = _trace(cov, None, own, given, 1.0, f, WIDTH)
+    ridge = ridge_of(unit, root_eps, SMALLEST) + shrinkage * trace / width
+    by = tl.div_rn(1.0, tl.sqrt_rn(_sum(norms, own, tiles, PARTS)))
+    along = _sum(projected, own, tiles, PARTS) + _sum(inner, own, tiles, PARTS) / 2
+    of_trace = (_sum(traces, own, tiles, PARTS) - (trace + ridge * width) * by * along) * by
+    share = tl.where(given > 0, shrinkage * of_trace / width, 0.0)
+    i = first * TILE + tl.arange(0, TILE)
+    of_rows = tl.zeros((TILE,), tl.float32)
+    for start in tl.range(0, f, TILE):
+        j = start + tl.arange(0, TILE)
+        a = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0)
+        back = (_tile(of_x, own, i, j, f) - a * (by * along)) * by
+        _store(of_cov, tl.where(given > 0, back, 0.0) + _identity(i, j, share), own, i, j, f, False)
+        of_rows += tl.sum(_tile(d, own, i, j, f) * tl.load(of_shift + own * f + j, j < f, 0.0)[None, :], 1)
+    tl.store(of_mean + own * f + i, tl.where(given > 0, of_rows, 0.0), i < f)
