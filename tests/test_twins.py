@@ -124,10 +124,12 @@ def test_passes_of_the_scale(
     y, digits = x.clone(), torch.finfo(dtype).eps
     assert plain.scaled_output_(y, gain, bias) is y
     close(y, x.double() * gain + bias, 2 * digits)
-    back = plain.scaled_gradient(grad, gain)
+    back, of_bias = plain.scaled_gradient(grad, gain, bias.shape, wide)
     assert back.dtype == dtype
     assert back.stride() == grad.stride()
     close(back, grad.double() * gain, digits)
+    assert of_bias.dtype == wide
+    close(of_bias, grad.double().sum((0, 2, 3)).reshape(bias.shape), 9 * digits)
     inner = (x.double() * grad.double()).sum((1, 2, 3), keepdim=True)
     want = torch.where(gain > 0, inner / gain.clamp_min(0.1), 0)
     close(plain.gain_adjoint(grad, x, gain, case.plan()), want, 9 * digits if dtype == wide else digits)
@@ -144,9 +146,9 @@ def test_passes_of_the_scale_of_rows(dtype: torch.dtype, monkeypatch: pytest.Mon
     gain, bias = torch.rand(7, 1, 5) + 0.5, torch.randn(6)
     y, digits = x.movedim(1, -1).clone(), torch.finfo(dtype).eps
     close(plain.scaled_output_(y, gain.movedim(1, -1), bias), (x.double() * gain).movedim(1, -1) + bias, 2 * digits)
-    close(
-        plain.scaled_gradient(grad.movedim(1, -1), gain.movedim(1, -1)), (grad.double() * gain).movedim(1, -1), digits
-    )
+    back, of_bias = plain.scaled_gradient(grad.movedim(1, -1), gain.movedim(1, -1), bias.shape, torch.float32)
+    close(back, (grad.double() * gain).movedim(1, -1), digits)
+    close(of_bias, grad.double().sum((0, 2)), 9 * digits)
     want = (x.double() * grad.double()).sum(1, keepdim=True) / gain
     close(plain.gain_adjoint(grad, x, gain, case.plan()), want, 1e-6)
 

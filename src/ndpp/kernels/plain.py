@@ -200,7 +200,8 @@ def newest_weight(tracked: Tensor, momentum: float | None, dtype: torch.dtype) -
     t = tracked.clamp_min(1).to(dtype)
     if momentum is None or momentum == 1.0:
         return 1.0 / t if momentum is None else torch.ones_like(t)
-    return -momentum / torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
+    weight = -momentum / torch.expm1(t * math.log1p(-momentum))  # m / (1 - (1 - m)^t)
+    return torch.where(t > 1, weight, 1.0)  # not all but a rounding: the start may be much larger than the step
 
 
 def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:

@@ -113,9 +113,9 @@ def _gram(
         )  # fmt: skip
         peak = tl.maximum(peak, tl.max(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
         a = tl.where(keep, (a - shift_i[None, :]) * unit_i, 0.0)
+        residual += tl.sum(a, 0)
         if NARROW:
             a = a.to(tl.bfloat16)
-        residual += tl.sum(a.to(tl.float32), 0)
         b = a
         if not SINGLE:
             b, keep = load_rows(
