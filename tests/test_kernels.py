@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from benchmarks import kernels as built_for
@@ -59,6 +60,34 @@ class poisoned:
     def __exit__(self, *_: object) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = self.before[0]
         torch.use_deterministic_algorithms(self.before[1])
+
+
+@pytest.fixture(autouse=True)
+def promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels promise the compiler of addresses and masks must hold: a device takes their word for it."""
+    if INTERPRETED:
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.TensorHandle, "set_attr", check_promise)
+
+
+def check_promise(handle: Any, name: str, runs: list[int]) -> None:
+    """Of values along each axis, in runs of this many: one after the other, the first divisible, or all the same."""
+    values = np.asarray(handle.data)
+    for axis, length in enumerate(runs):
+        if length == 1:
+            continue
+        if values.size == 1:
+            assert name == "tt.divisibility", name
+            assert values.item() % length == 0, (name, values)
+            continue
+        lines = np.moveaxis(values, axis, -1).reshape(-1, length)
+        if name == "tt.divisibility":
+            assert (lines[:, 0] % length == 0).all(), name
+        elif name == "tt.contiguity":
+            assert (lines - lines[:, :1] == np.arange(length)).all(), name
+        else:
+            assert name == "tt.constancy", name
+            assert (lines == lines[:, :1]).all(), name
 
 
 # --- rows and their moments ---
@@ -167,6 +196,7 @@ FOLDS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {  # lay
     "conv-blocks": (lambda: nn.Conv2d(10, 70, 3), 4, {"steps": 2}),
     "conv-wide": (lambda: nn.Conv2d(16, 4, 3), 16, {"steps": 5}),
     "conv-last": (lambda: nn.Conv2d(10, 6, (3, 2)).to(memory_format=torch.channels_last), 5, {}),
+    "conv-last-even": (lambda: nn.Conv2d(24, 6, 3).to(memory_format=torch.channels_last), 16, {}),
     "grouped": (lambda: nn.Conv2d(12, 6, 3, groups=2), 4, {}),
     "depthwise": (lambda: nn.Conv1d(6, 6, 3, groups=6), 64, {}),
     "transposed": (lambda: nn.ConvTranspose2d(6, 8, 3, groups=2), 2, {}),
@@ -242,6 +272,20 @@ def test_kernel_of_fold(name: str, dtype: torch.dtype, device: str) -> None:
     )
     close(back[1], right[1], exact, "mean, with what others send")
     close(back[2], (right[2] + right[2].mT) / 2, exact, "cov, with what others send")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a device takes promises at their word")
+def test_kernel_of_broken_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are checked: weights in blocks of five channels do not lie in runs of eight."""
+    stages = kernels._of("triton_stages")
+    monkeypatch.setattr(stages, "_even", lambda places, plan: True)
+    stages._folding.cache_clear()
+    layer, plan, batch, running = folding("conv-last", "cpu")
+    try:
+        with pytest.raises(Exception, match=r"tt\.(divisibility|contiguity|constancy)"):
+            taken("fold")(batch, running, layer.weight.detach(), None, plan, torch.float32)
+    finally:
+        stages._folding.cache_clear()
 
 
 @on_device

@@ -111,12 +111,14 @@ def _solve(
     tl.store(d + place, x, both)
 
 
-@triton.jit(do_not_specialize=["f", "first_last", "last_width"])
+@triton.jit(do_not_specialize=["f", "parts", "first_last", "last_width"])
 def _solve_adjoint(
-    of_cov, of_mean, of_d, of_shift, d, rows, cov, unit, f, root_eps, shrinkage, first_last, last_width,
+    of_cov, of_mean, of_d, of_shift, d, rows, cov, unit, f, parts, root_eps, shrinkage, first_last, last_width,
     COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The polynomial on pairs (M, dM) with the gradient of D in the place of dM, and D·(what reaches μ·D·W).
+
+    The gradient of D is symmetric, and comes in parts.
 
     Where the batch had no moments of its own nothing reaches them.
     """
@@ -127,8 +129,10 @@ def _solve_adjoint(
     a = _regularised(tl.load(cov + place, both, 0.0), tl.load(unit), root_eps, shrinkage, width, SMALLEST, F)
     norm = _norm(a)
     m = a * tl.div_rn(1.0, norm)
-    mirrored = own.to(tl.int64) * f * f + j * f + i
-    s = (tl.load(of_d + place, both, 0.0) + tl.load(of_d + mirrored, both, 0.0)) / 2
+    s, shifts, blocks = tl.zeros((F, F), tl.float32), tl.zeros((F,), tl.float32), tl.num_programs(0)
+    for part in tl.range(0, parts):
+        s += tl.load(of_d + (part * blocks).to(tl.int64) * f * f + place, both, 0.0)
+        shifts += tl.load(of_shift + (part * blocks + own) * f + at, inside, 0.0)
     dm = s * tl.div_rn(1.0, tl.sqrt_rn(norm))
     k = tl.dot(m, dm, input_precision=PRECISION)
     dq = COEFFICIENTS[3] * dm + k + tl.trans(k)
@@ -141,7 +145,7 @@ def _solve_adjoint(
     share = shrinkage * tl.sum(tl.sum(tl.where((i == j) & (i < width), back, 0.0), 1), 0) / width
     seen = tl.load(rows) > 0
     tl.store(of_cov + place, tl.where(seen, back + tl.where(i == j, share, 0.0), 0.0), both)
-    shift = tl.sum(root * tl.load(of_shift + own * f + at, inside, 0.0)[None, :], 1)
+    shift = tl.sum(root * shifts[None, :], 1)
     tl.store(of_mean + own * f + at, tl.where(seen, shift, 0.0), inside)
 
 

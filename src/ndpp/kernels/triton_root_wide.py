@@ -1,7 +1,8 @@
 """D of blocks that are too wide for one program, and its adjoint, by tiles: a launch for each product in turn.
 
 Nothing is normalised before it is multiplied: A·A and the parts of ‖A‖_F come out of one launch, and are put into their
-proportion as the next one reads them. Every matrix is symmetric: tiles of the upper triangle, and their mirror images.
+proportion as the next one reads them. Every matrix is symmetric: tiles of the upper triangle, and their mirror images;
+and the right factor of a product is read by its lines, which are its columns.
 """
 
 # mypy: ignore-errors
@@ -14,7 +15,21 @@ from .triton_root import ridge_of
 
 TILE, DEPTH = 64, 32  # of an output, and of the factors that are loaded at a time
 WARPS, STAGES = 8, 2
+RUN = tl.constexpr(8)
 NUMBERS = ["f", "tiles", "first_last", "last_width"]
+
+
+@triton.jit
+def _places(own, i, j, f, EVEN: tl.constexpr):
+    """Of a tile of a matrix (blocks, f, f). EVEN: lines come in runs of eight that lie together."""
+    at = (own.to(tl.int64) * f * f + i.to(tl.int64) * f)[:, None] + j[None, :]
+    return tl.max_contiguous(tl.multiple_of(at, [1, RUN]), [1, RUN]) if EVEN else at
+
+
+@triton.jit
+def _inside(i, j, f, EVEN: tl.constexpr):
+    keep = (i < f)[:, None] & (j < f)[None, :]
+    return tl.max_constancy(keep, [1, RUN]) if EVEN else keep
 
 
 @triton.jit
@@ -29,37 +44,26 @@ def _trace(cov, running_cov, own, given, scale, f, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _tile(matrix, own, i, j, f):
+def _tile(matrix, own, i, j, f, EVEN: tl.constexpr):
     """A tile of one of the matrices (blocks, f, f), zeros beyond it."""
-    place = own.to(tl.int64) * f * f + i[:, None] * f + j[None, :]
-    return tl.load(matrix + place, (i < f)[:, None] & (j < f)[None, :], 0.0)
+    return tl.load(matrix + _places(own, i, j, f, EVEN), _inside(i, j, f, EVEN), 0.0)
 
 
 @triton.jit
-def _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale):
+def _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale, EVEN: tl.constexpr):
     """A tile of Cov + ridge·I, of the batch or of the running statistics."""
-    place = own.to(tl.int64) * f * f + i[:, None] * f + j[None, :]
-    a = tl.load(cov + place, (i < given)[:, None] & (j < given)[None, :], 0.0)
+    place = _places(own, i, j, f, EVEN)
+    a = tl.load(cov + place, _inside(i, j, given, EVEN), 0.0)
     if running_cov is not None:
-        a += tl.load(running_cov + place, (i < f - given)[:, None] & (j < f - given)[None, :], 0.0) * scale
+        a += tl.load(running_cov + place, _inside(i, j, f - given, EVEN), 0.0) * scale
     return a + tl.where((i[:, None] == j[None, :]) & (i < width)[:, None], ridge, 0.0)
 
 
 @triton.jit
-def _symmetric_tile(matrix, own, i, j, f):
-    """A tile of (G + Gᵀ)/2."""
-    inside = (i < f)[:, None] & (j < f)[None, :]
-    mirrored = matrix + own.to(tl.int64) * f * f + j[None, :] * f + i[:, None]
-    return (_tile(matrix, own, i, j, f) + tl.load(mirrored, inside, 0.0)) / 2
-
-
-@triton.jit
-def _store(matrix, value, own, i, j, f, MIRRORED: tl.constexpr):
-    place = matrix + own.to(tl.int64) * f * f
-    inside = (i < f)[:, None] & (j < f)[None, :]
-    tl.store(place + i[:, None] * f + j[None, :], value, inside)
+def _store(matrix, value, own, i, j, f, MIRRORED: tl.constexpr, EVEN: tl.constexpr):
+    tl.store(matrix + _places(own, i, j, f, EVEN), value, _inside(i, j, f, EVEN))
     if MIRRORED:
-        tl.store(place + j[None, :] * f + i[:, None], value, inside)
+        tl.store(matrix + _places(own, j, i, f, EVEN), tl.trans(value), _inside(j, i, f, EVEN))
 
 
 @triton.jit
@@ -86,7 +90,7 @@ def _ridge(cov, running_cov, own, unit, given, scale, root_eps, shrinkage, f, wi
 @triton.jit(do_not_specialize=NUMBERS)
 def _square(
     squares, norms, rows, cov, unit_of_batch, running_cov, f, tiles, first_last, last_width, root_eps, shrinkage,
-    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A·A, and the part of ‖A‖² in every tile."""
@@ -103,20 +107,20 @@ def _square(
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in tl.range(0, f, DEPTH):
         k = start + tl.arange(0, DEPTH)
-        left = _regular_tile(cov, running_cov, own, i, k, f, width, ridge, given, scale)
-        right = _regular_tile(cov, running_cov, own, k, j, f, width, ridge, given, scale)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-    a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale)
+        left = _regular_tile(cov, running_cov, own, i, k, f, width, ridge, given, scale, EVEN)
+        right = _regular_tile(cov, running_cov, own, j, k, f, width, ridge, given, scale, EVEN)
+        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale, EVEN)
     often = tl.where(first == second, 1.0, 2.0)
     tl.store(norms + own * tiles * tiles + first * tiles + second, often * tl.sum(tl.sum(a * a, 1), 0))
-    _store(squares, total, own, i, j, f, True)
+    _store(squares, total, own, i, j, f, True, EVEN)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _quartic(
     d, used_mean, used_unit, squares, norms, rows, mean, cov, unit_of_batch, running_mean, running_cov, tracked,
     f, tiles, first_last, last_width, root_eps, shrinkage,
-    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D, with Q = A²/ν² + a·A/ν + δI from what `_square` has left."""
@@ -135,16 +139,16 @@ def _quartic(
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in tl.range(0, f, DEPTH):
         k = start + tl.arange(0, DEPTH)
-        left = _regular_tile(cov, running_cov, own, i, k, f, width, ridge, given, scale) * (COEFFICIENTS[3] * by)
-        left += _tile(squares, own, i, k, f) * (by * by) + _identity(i, k, COEFFICIENTS[4])
-        right = _regular_tile(cov, running_cov, own, k, j, f, width, ridge, given, scale) * (COEFFICIENTS[3] * by)
-        right += _tile(squares, own, k, j, f) * (by * by) + _identity(k, j, COEFFICIENTS[4])
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-    a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale)
+        left = _regular_tile(cov, running_cov, own, i, k, f, width, ridge, given, scale, EVEN) * (COEFFICIENTS[3] * by)
+        left += _tile(squares, own, i, k, f, EVEN) * (by * by) + _identity(i, k, COEFFICIENTS[4])
+        right = _regular_tile(cov, running_cov, own, j, k, f, width, ridge, given, scale, EVEN) * (COEFFICIENTS[3] * by)
+        right += _tile(squares, own, j, k, f, EVEN) * (by * by) + _identity(j, k, COEFFICIENTS[4])
+        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale, EVEN)
     x = COEFFICIENTS[2] * total + (COEFFICIENTS[1] * by) * a + _identity(i, j, COEFFICIENTS[0])
     known = given + tl.load(tracked) > 0
     x = tl.where(known, x * tl.div_rn(1.0, tl.sqrt_rn(norm)), _identity(i, j, unit))
-    _store(d, x, own, i, j, f, True)
+    _store(d, x, own, i, j, f, True, EVEN)
     if first == second:
         of_mean = tl.load(mean + own * f + i, i < given, 0.0)
         of_mean += tl.load(running_mean + own * f + i, i < f - given, 0.0) * tl.div_rn(1.0, unit)
@@ -157,10 +161,10 @@ def _quartic(
 def _square_adjoint(
     squares, sums, norms, inner, of_d, d, rows, cov, unit_of_batch,
     f, tiles, first_last, last_width, root_eps, shrinkage,
-    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A·A again and A·S + S·A, with S the symmetric part of the gradient of D; of every tile ‖A‖² and ⟨S, D⟩."""
+    """A·A again and A·S + S·A, with S the gradient of D, which is symmetric; of every tile ‖A‖² and ⟨S, D⟩."""
     first, second, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     if second < first:
         return
@@ -171,26 +175,26 @@ def _square_adjoint(
     square, both = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
     for start in tl.range(0, f, DEPTH):
         k = start + tl.arange(0, DEPTH)
-        left = _regular_tile(cov, None, own, i, k, f, width, ridge, given, 1.0)
-        right = _regular_tile(cov, None, own, k, j, f, width, ridge, given, 1.0)
+        left = _regular_tile(cov, None, own, i, k, f, width, ridge, given, 1.0, EVEN)
+        right = tl.trans(_regular_tile(cov, None, own, j, k, f, width, ridge, given, 1.0, EVEN))
         square = tl.dot(left, right, square, input_precision=PRECISION)
-        both = tl.dot(left, _symmetric_tile(of_d, own, k, j, f), both, input_precision=PRECISION)
-        both = tl.dot(_symmetric_tile(of_d, own, i, k, f), right, both, input_precision=PRECISION)
-    a = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0)
-    along = _symmetric_tile(of_d, own, i, j, f) * _tile(d, own, i, j, f)
+        both = tl.dot(left, tl.trans(_tile(of_d, own, j, k, f, EVEN)), both, input_precision=PRECISION)
+        both = tl.dot(_tile(of_d, own, i, k, f, EVEN), right, both, input_precision=PRECISION)
+    a = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0, EVEN)
+    along = _tile(of_d, own, i, j, f, EVEN) * _tile(d, own, i, j, f, EVEN)
     often = tl.where(first == second, 1.0, 2.0)
     at = own * tiles * tiles + first * tiles + second
     tl.store(norms + at, often * tl.sum(tl.sum(a * a, 1), 0))
     tl.store(inner + at, often * tl.sum(tl.sum(along, 1), 0))
-    _store(squares, square, own, i, j, f, True)
-    _store(sums, both, own, i, j, f, True)
+    _store(squares, square, own, i, j, f, True, EVEN)
+    _store(sums, both, own, i, j, f, True, EVEN)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _quartic_adjoint(
     of_x, projected, traces, squares, sums, norms, of_d, rows, cov, unit_of_batch,
     f, tiles, first_last, last_width, root_eps, shrinkage,
-    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dX = c·(Q·dQ + dQ·Q) + γ·dM; of every tile ⟨dX, M⟩ and its share of the trace of dX."""
@@ -207,29 +211,32 @@ def _quartic_adjoint(
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in tl.range(0, f, DEPTH):
         k = start + tl.arange(0, DEPTH)
-        q = _regular_tile(cov, None, own, i, k, f, width, ridge, given, 1.0) * (COEFFICIENTS[3] * by)
-        q += _tile(squares, own, i, k, f) * (by * by) + _identity(i, k, COEFFICIENTS[4])
-        dq = _symmetric_tile(of_d, own, k, j, f) * (COEFFICIENTS[3] * scale) + _tile(sums, own, k, j, f) * (by * scale)
-        total = tl.dot(q, dq, total, input_precision=PRECISION)
-        dq = _symmetric_tile(of_d, own, i, k, f) * (COEFFICIENTS[3] * scale) + _tile(sums, own, i, k, f) * (by * scale)
-        q = _regular_tile(cov, None, own, k, j, f, width, ridge, given, 1.0) * (COEFFICIENTS[3] * by)
-        q += _tile(squares, own, k, j, f) * (by * by) + _identity(k, j, COEFFICIENTS[4])
-        total = tl.dot(dq, q, total, input_precision=PRECISION)
-    dx = COEFFICIENTS[2] * total + _symmetric_tile(of_d, own, i, j, f) * (COEFFICIENTS[1] * scale)
-    m = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0) * by
+        q_i = _regular_tile(cov, None, own, i, k, f, width, ridge, given, 1.0, EVEN) * (COEFFICIENTS[3] * by)
+        q_i += _tile(squares, own, i, k, f, EVEN) * (by * by) + _identity(i, k, COEFFICIENTS[4])
+        q_j = _regular_tile(cov, None, own, j, k, f, width, ridge, given, 1.0, EVEN) * (COEFFICIENTS[3] * by)
+        q_j += _tile(squares, own, j, k, f, EVEN) * (by * by) + _identity(j, k, COEFFICIENTS[4])
+        dq_i = _tile(of_d, own, i, k, f, EVEN) * (COEFFICIENTS[3] * scale)
+        dq_i += _tile(sums, own, i, k, f, EVEN) * (by * scale)
+        dq_j = _tile(of_d, own, j, k, f, EVEN) * (COEFFICIENTS[3] * scale)
+        dq_j += _tile(sums, own, j, k, f, EVEN) * (by * scale)
+        total = tl.dot(q_i, tl.trans(dq_j), total, input_precision=PRECISION)
+        total = tl.dot(dq_i, tl.trans(q_j), total, input_precision=PRECISION)
+    dx = COEFFICIENTS[2] * total + _tile(of_d, own, i, j, f, EVEN) * (COEFFICIENTS[1] * scale)
+    m = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0, EVEN) * by
     often = tl.where(first == second, 1.0, 2.0)
     at = own * tiles * tiles + first * tiles + second
     tl.store(projected + at, often * tl.sum(tl.sum(dx * m, 1), 0))
     on_diagonal = (i[:, None] == j[None, :]) & (i < width)[:, None]
     tl.store(traces + at, tl.sum(tl.sum(tl.where(on_diagonal, dx, 0.0), 1), 0))
-    _store(of_x, dx, own, i, j, f, True)
+    _store(of_x, dx, own, i, j, f, True, EVEN)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _finish_adjoint(
     of_cov, of_mean, of_x, projected, traces, norms, inner, of_shift, d, rows, cov, unit_of_batch,
     f, tiles, first_last, last_width, root_eps, shrinkage,
-    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of Cov and μ, some lines at a time: ν moves with A as well."""
     first, own = tl.program_id(0), tl.program_id(1)
@@ -247,8 +254,8 @@ def _finish_adjoint(
     of_rows = tl.zeros((TILE,), tl.float32)
     for start in tl.range(0, f, TILE):
         j = start + tl.arange(0, TILE)
-        a = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0)
-        back = (_tile(of_x, own, i, j, f) - a * (by * along)) * by
-        _store(of_cov, tl.where(given > 0, back, 0.0) + _identity(i, j, share), own, i, j, f, False)
-        of_rows += tl.sum(_tile(d, own, i, j, f) * tl.load(of_shift + own * f + j, j < f, 0.0)[None, :], 1)
+        a = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0, EVEN)
+        back = (_tile(of_x, own, i, j, f, EVEN) - a * (by * along)) * by
+        _store(of_cov, tl.where(given > 0, back, 0.0) + _identity(i, j, share), own, i, j, f, False, EVEN)
+        of_rows += tl.sum(_tile(d, own, i, j, f, EVEN) * tl.load(of_shift + own * f + j, j < f, 0.0)[None, :], 1)
     tl.store(of_mean + own * f + i, tl.where(given > 0, of_rows, 0.0), i < f)

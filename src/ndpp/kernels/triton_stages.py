@@ -17,8 +17,10 @@ from . import triton_root as small
 from . import triton_root_wide as wide
 from . import triton_rows as rows_of
 from .plan import Folded, Plan, View
-from .triton_launch import Launcher, cdiv, launcher, power_of_two
+from .triton_launch import INTERPRETED, Launcher, cdiv, launcher, power_of_two
 from .triton_moments import COLUMNS, PEAKS, Gram, gram, moments, positions, smallest_unit
+
+PROGRAMS, LEAST_STEPS = 264, 4  # of a launch: two for each multiprocessor of an H200; of one program
 
 
 class Told(NamedTuple):
@@ -35,8 +37,6 @@ class Told(NamedTuple):
     solve_adjoint: Launcher
     wide: tuple[Launcher, ...]
     tiles: int  # of a wide D
-    fold: Launcher
-    fold_adjoint: Launcher
     ridge: tuple[float, float]
 
 
@@ -54,7 +54,7 @@ def _told(plan: Plan, weight: torch.dtype, folded: torch.dtype) -> Told:
         return launcher(small._solve, warps, 2, (collect,), *constants)
 
     tiles = cdiv(f, wide.TILE)
-    told = (least, plan.shrinkage > 0, power_of_two(f))
+    told = (least, plan.shrinkage > 0, power_of_two(f), f % 8 == 0)
     parts, tile = power_of_two(tiles * tiles), (wide.TILE, wide.DEPTH, precision)
     how = (wide.WARPS, wide.STAGES, ())
     of_wide = (
@@ -64,8 +64,6 @@ def _told(plan: Plan, weight: torch.dtype, folded: torch.dtype) -> Told:
         launcher(wide._quartic_adjoint, *how, c, *told, parts, *tile),
         launcher(wide._finish_adjoint, *how, *told, parts, wide.TILE),
     )
-    tile = (layout.shared, fold_kernels.OUTPUTS, fold_kernels.FEATURES, fold_kernels.DEPTH, precision)
-    how = (fold_kernels.WARPS, fold_kernels.STAGES, (weight, folded))
     return Told(
         own=own,
         f=f,
@@ -78,8 +76,6 @@ def _told(plan: Plan, weight: torch.dtype, folded: torch.dtype) -> Told:
         solve_adjoint=launcher(small._solve_adjoint, warps, 2, (), c, least, size, precision),
         wide=of_wide,
         tiles=tiles,
-        fold=launcher(fold_kernels._fold, *how, *tile),
-        fold_adjoint=launcher(fold_kernels._fold_adjoint, *how, *tile),
         ridge=(math.sqrt(plan.eps), float(plan.shrinkage)),
     )
 
@@ -168,7 +164,8 @@ def _folded(
     out, outputs = torch.empty_like(weight, dtype=dtype), plan.outputs(weight) // plan.layout.groups
     at, of_out = weight_places(weight, plan), weight_places(out, plan)
     grid = (cdiv(outputs, fold_kernels.OUTPUTS), cdiv(told.f, fold_kernels.FEATURES), told.of_weights)
-    told.fold(grid, (out, weight, d, unit), told.f, outputs, *told.blocks, *at, *of_out)
+    start = _folding(fold_kernels._fold, plan, weight.dtype, dtype, at, of_out)
+    start(grid, (out, weight, d, unit), told.f, outputs, *told.blocks, *at, *of_out)
     constant = out.new_empty(outputs * plan.layout.groups)
     by_tap = of_out[2] == 1 and told.blocks[4] > 1
     lines = (by_tap, plan.layout.shared, fold_kernels.LINES, fold_kernels.COLUMNS)
@@ -177,6 +174,45 @@ def _folded(
     grid = (cdiv(outputs, fold_kernels.LINES), plan.layout.groups, 1)
     start(grid, (constant, bias, out, mean, unit), told.f, outputs, *told.blocks, *of_out)
     return out, constant
+
+
+@functools.lru_cache(1024)
+def _folding(
+    kernel: Any,
+    plan: Plan,
+    weight: torch.dtype,
+    folded: torch.dtype,
+    places: tuple[int, ...],
+    of_folded: tuple[int, ...],
+) -> Launcher:
+    """A launch that reads and writes weights that lie like these."""
+    by_tap = _by_tap(places, plan) and _by_tap(of_folded, plan)
+    alike = by_tap or not (_by_tap(places, plan) or _by_tap(of_folded, plan))
+    even = alike and _even(places, plan) and _even(of_folded, plan)
+    even_lines, narrow = plan.layout.widths[0][1] % 8 == 0, folded == torch.bfloat16 and not INTERPRETED
+    kind = (plan.layout.shared, by_tap, even, even_lines, even and not by_tap, narrow)
+    tile = (fold_kernels.OUTPUTS, fold_kernels.FEATURES, fold_kernels.DEPTH)
+    precision = "tf32" if folded.itemsize == 2 else "tf32x3"
+    return launcher(kernel, fold_kernels.WARPS, fold_kernels.STAGES, (weight, folded), *kind, *tile, precision)
+
+
+def _by_tap(places: tuple[int, ...], plan: Plan) -> bool:
+    """Whether channels of a tap lie together, as with channels last."""
+    return places[2] == 1 and plan.layout.taps > 1
+
+
+def _even(places: tuple[int, ...], plan: Plan) -> bool:
+    """Whether weights lie together in runs of eight that no block divides."""
+    of_group, of_output, of_channel, of_tap = places
+    block, _, _, channels, taps = rows_of.blocks(plan)
+    whole = 1 if of_channel == 1 else taps
+    together = (of_channel == whole) and (taps == 1 or of_tap == 1 or (of_channel == 1 and of_tap % 8 == 0))
+    return together and all(n % 8 == 0 for n in (of_group, of_output, block * whole, channels * whole))
+
+
+def _parts(steps: int, programs: int) -> int:
+    """Into how many parts the outputs are divided, so that few wide programs do not keep a device waiting."""
+    return max(min(PROGRAMS // programs, steps // LEAST_STEPS), 1)
 
 
 def fold_adjoint(
@@ -193,18 +229,22 @@ def fold_adjoint(
     d, mean, unit = (t.contiguous() for t in used)
     if weight_places(grad_folded, plan) is None:
         grad_folded = grad_folded.contiguous()
-    of_weight, of_d, of_shift = torch.empty_like(weight), torch.empty_like(d), torch.empty_like(mean)
     outputs = plan.outputs(weight) // plan.layout.groups
     many, wide_ = cdiv(outputs, fold_kernels.OUTPUTS), cdiv(told.f, fold_kernels.FEATURES)
     of_weights, each = many * wide_ * told.of_weights, told.of_weights if plan.layout.shared else 1
-    told.fold_adjoint(
-        (of_weights + wide_ * wide_ * told.own, 1, 1),
+    parts = _parts(each * many, wide_ * wide_ * told.own)
+    of_weight = torch.empty_like(weight)
+    of_d, of_shift = d.new_empty(parts, *d.shape), d.new_empty(parts, *mean.shape)
+    of_roots = wide_ * wide_ * told.own * parts
+    at, of_grad = weight_places(weight, plan), weight_places(grad_folded, plan)
+    start = _folding(fold_kernels._fold_adjoint, plan, weight.dtype, grad_folded.dtype, at, of_grad)
+    start(
+        (of_roots + of_weights, 1, 1),
         (of_weight, of_d, of_shift, grad_folded, grad_constant.contiguous(), weight, d, mean, unit),
-        told.f, outputs, many, wide_, of_weights, each, *told.blocks, *weight_places(weight, plan),
-        *weight_places(grad_folded, plan),
+        told.f, outputs, many, wide_, of_roots, each, parts, told.own, *told.blocks, *at, *of_grad,
     )  # fmt: skip
     if grad_used:
-        of_d = of_d + grad_used[0]
+        of_d[0] += (grad_used[0] + grad_used[0].mT) / 2
     of_mean, of_cov = _solved_adjoint(told, Moments(*(t.contiguous() for t in batch)), d, of_d, of_shift)
     return of_weight, of_mean + grad_used[1] if grad_used else of_mean, of_cov
 
@@ -212,11 +252,13 @@ def fold_adjoint(
 def _solved_adjoint(told: Told, batch: Moments, d: Tensor, of_d: Tensor, of_shift: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of μ and Cov."""
     rows, _, cov, unit = batch
-    of_mean, of_cov = torch.empty_like(of_shift), torch.empty_like(cov)
+    of_mean, of_cov = torch.empty_like(batch.mean), torch.empty_like(cov)
     if told.f <= small.WIDEST:
         pointers = (of_cov, of_mean, of_d, of_shift, d, rows, cov, unit)
-        told.solve_adjoint((told.own, 1, 1), pointers, told.f, *told.ridge, told.first_last, told.last_width)
+        numbers = (told.f, len(of_d), *told.ridge, told.first_last, told.last_width)
+        told.solve_adjoint((told.own, 1, 1), pointers, *numbers)
         return of_mean, of_cov
+    of_d, of_shift = (t[0] if len(t) == 1 else t.sum(0) for t in (of_d, of_shift))
     squares, sums, of_x = torch.empty_like(cov), torch.empty_like(cov), torch.empty_like(cov)
     norms, inner, projected, traces = (cov.new_empty(told.own * told.tiles**2) for _ in range(4))
     grid, numbers = (told.tiles**2, told.own, 1), _numbers(told)
