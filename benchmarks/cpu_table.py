@@ -21,7 +21,7 @@ from torch import nn
 
 import ndpp
 
-from .guard import require_green
+from .guard import Tests
 from .records import append
 from .timing import markdown
 
@@ -130,7 +130,7 @@ def main(options: argparse.Namespace) -> None:
     if set(names) - set(VARIANTS):
         raise SystemExit(f"expected some of {', '.join(VARIANTS)}; got {options.variants!r}")
     if not options.unchecked:
-        require_green("cpu")
+        Tests("cpu").require_green()
     what = "forward and backward" if options.backward else "forward"
     versions = f"torch {torch.__version__}, ndpp {ndpp.__version__}"
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, {versions};")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from .profiling import profiled
 from .records import append
 from .workloads import BASELINE, VARIANTS, WORKLOADS, Size
 
+READY = "ready: waiting for a line"  # what --await-turn says
 MODES: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 GIB = 2**30
 Record = dict[str, Any]
@@ -34,6 +36,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default="bn,none,nd", help=f"comma-separated: {', '.join(VARIANTS)}")
     parser.add_argument("--modes", default="eager", help=f"comma-separated: {', '.join(MODES)}")
     parser.add_argument("--warmup", type=int, default=5, help="steps; graphs are captured in the second or third")
+    parser.add_argument(
+        "--await-turn", action="store_true", help="when all is warm, say so and wait for a line of input"
+    )
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of kernels for each")
     timing.dtype_argument(parser)
     timing.arguments(parser, steps=10, repeats=10)
@@ -131,9 +136,6 @@ def ready(variant: str, mode: str, options: argparse.Namespace) -> Ready:
     facts: Record = {"memory_gib": (torch.cuda.max_memory_allocated() - resident) / GIB if cuda else None}
     facts["compile_s"] = None if mode == "eager" else seconds[0] - seconds[-1]
     facts["finite"] = bool(loss.isfinite())
-    if options.profile is not None:
-        facts |= profiled(step, options.device, options.profile, f"{options.model}-{variant}-{mode}")
-        print(f"{variant} {mode}: {facts['kernels']:.0f} kernels in {facts['launches']:.0f} launches per step")
     return Ready(step, facts)
 
 
@@ -158,11 +160,25 @@ def measured(mode: str, variants: list[str], options: argparse.Namespace) -> lis
                 errors[variant] = timing.told(error)
             say(variant, mode, errors.get(variant), steps[variant].facts if variant in steps else {})
         compiled = graphs()
+        if options.await_turn:
+            print(READY, flush=True)
+            sys.stdin.readline()
         calls = {variant: one.step for variant, one in steps.items()}
         times = timing.turns(calls, options.steps, options.repeats, options.device, errors=errors)
         if graphs() != compiled:
             print(f"{mode}: {graphs() - compiled} graphs were compiled again while they were timed")
+        if options.profile is not None:
+            for variant in steps.keys() - errors.keys():
+                steps[variant].facts |= traced(steps[variant].step, variant, mode, options)
     return finished(mode, variants, times, {name: one.facts for name, one in steps.items()}, errors, options)
+
+
+def traced(step: Step, variant: str, mode: str, options: argparse.Namespace) -> dict[str, float]:
+    """What a variant launches, once it has been timed: alone on the device."""
+    name = f"{options.model}-{options.batch}-{variant}-{mode}"
+    facts = profiled(step, options.device, options.profile, name)
+    print(f"{variant} {mode}: {facts['kernels']:.0f} kernels in {facts['launches']:.0f} launches per step")
+    return facts
 
 
 def say(variant: str, mode: str, error: str | None, facts: Record) -> None:

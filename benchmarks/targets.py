@@ -1,30 +1,45 @@
 """What ndpp aims at in speed, measured in one go: every aim beside what was found, and whether it is met.
 
 Training steps are timed by `step` on a CUDA device, and what is added to the paper's five layers by `cpu-table`.
-Without a CUDA device the steps are left out, and listed as not measured.
+Without a CUDA device the steps are left out, and listed as not measured. Processes of `step` build, compile and warm up
+side by side, beside the tests; once all are ready and the tests are green, they are timed one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import cpu_table, step, timing
-from .guard import require_green
-from .records import append, header
+from .guard import Tests
+from .records import ROOT, append, header
 from .workloads import BASELINE
 
 Record = dict[str, Any]
 
+# Of each aim what `step` is told, process by process; a variant is compared with the baseline of its own process.
 RUNS = {
-    "resnet50": "--model resnet50 --batch 128 --variants bn,none,nd,nd-l1,nd-std --modes eager,compiled",
-    "small-batch": "--model resnet50 --batch 16 --variants bn,nd --modes eager,graphs",
-    "vit": "--model vit_b_16 --batch 64 --variants bn,nd-standardize",
-    "mask-rcnn": "--model maskrcnn --variants bn,nd,nd-l1,nd-share,nd-l1-share",
-    "deeplab": "--model deeplab --variants bn,nd",
+    "resnet50": (
+        "--model resnet50 --batch 128 --variants bn,none,nd,nd-l1,nd-std,gn,iternorm",
+        "--model resnet50 --batch 128 --variants bn,nd --modes compiled",
+        "--model resnet50 --batch 128 --variants bn,nd-l1 --modes compiled",
+        "--model resnet50 --batch 128 --variants bn,nd-std,none --modes compiled",
+    ),
+    "small-batch": (
+        "--model resnet50 --batch 16 --variants bn,nd,none",
+        "--model resnet50 --batch 16 --variants bn,nd --modes graphs",
+    ),
+    "vit": ("--model vit_b_16 --batch 64 --variants bn,nd-standardize,none",),
+    "mask-rcnn": ("--model maskrcnn --variants bn,nd,nd-l1,nd-share,nd-l1-share",),
+    "deeplab": ("--model deeplab --variants bn,nd",),
 }
 CPU = "cpu-table"
 
@@ -71,18 +86,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16, help="of the CPU table; the paper's is 16")
     parser.add_argument("--shrink", type=int, default=1, help="divide sides of its images, for a quick look")
     parser.add_argument("--steps-out", type=Path, help="append the records of `step` to this file")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="as of `step`")
     timing.arguments(parser, steps=10, repeats=10)
 
 
 def main(options: argparse.Namespace) -> None:
     chosen = step.chosen(options.only, (*RUNS, CPU))
     cuda = options.device.startswith("cuda")
-    if not options.unchecked:
-        require_green(options.device)
+    tests = None if options.unchecked else Tests(options.device)
     print(f"{header(options.device)}{'; unchecked' if options.unchecked else ''}\n", flush=True)
-    records = [
-        record for name in RUNS if name in chosen for record in (timed(name, options) if cuda else missing(name))
-    ]
+    wanted = [name for name in RUNS if name in chosen]
+    records = timed(wanted, options, tests) if cuda else [missing(aim) for aim in AIMS if aim.run in wanted]
+    if tests is not None and not cuda:
+        tests.require_green()
     if CPU in chosen:
         records += added(options)
     for record in records:
@@ -90,21 +106,58 @@ def main(options: argparse.Namespace) -> None:
     print(table(records))
 
 
-def timed(name: str, options: argparse.Namespace) -> list[Record]:
-    """The aims of one run of `step`."""
-    parser = argparse.ArgumentParser()
-    step.arguments(parser)
-    common = f"--device {options.device} --steps {options.steps} --repeats {options.repeats} --unchecked"
-    told = parser.parse_args([*RUNS[name].split(), *common.split()])
-    told.unchecked = options.unchecked  # the tests have run once for all
-    records = step.timed(told)
-    for record in records:
-        append(options.steps_out, record, options.device)
-    return [aimed(str(aim), aim.most, aim.found(records)) for aim in AIMS if aim.run == name]
+class Timed:
+    """A process of `step`, which waits for its turn once it is ready."""
+
+    def __init__(self, run: str, told: str, folder: Path, options: argparse.Namespace) -> None:
+        self.run, self.told, self.file = run, told, folder / f"{run}-{abs(hash(told))}.jsonl"
+        command = [sys.executable, "-m", "benchmarks", "step", *told.split(), "--await-turn", "--unchecked"]
+        command += ["--device", options.device, "--steps", str(options.steps), "--repeats", str(options.repeats)]
+        command += ["--out", str(self.file)]
+        if options.profile is not None:
+            command += ["--profile", str(options.profile.resolve())]
+        folders = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
+        self.process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+
+    def wait_until_ready(self) -> None:
+        for line in self.process.stdout:
+            if line.strip() == step.READY:
+                return
+            print(f"[{self.run}] {line}", end="", flush=True)
+
+    def records(self) -> list[Record]:
+        """Its turn: it is timed, and ends."""
+        output, _ = self.process.communicate("\n" if self.process.poll() is None else None)
+        print("".join(f"[{self.run}] {line}\n" for line in output.splitlines() if line), end="", flush=True)
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        return [json.loads(line) for line in lines]
 
 
-def missing(name: str) -> list[Record]:
-    return [aimed(str(aim), aim.most, None) for aim in AIMS if aim.run == name]
+def timed(names: Sequence[str], options: argparse.Namespace, tests: Tests | None) -> list[Record]:
+    """The aims of these runs."""
+    found: dict[Aim, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [Timed(name, told, Path(folder), options) for name in names for told in RUNS[name]]
+        try:
+            for process in processes:
+                process.wait_until_ready()
+            if tests is not None:
+                tests.require_green()
+            for process in processes:
+                records = process.records()
+                for record in records:
+                    append(options.steps_out, record | {"checked": tests is not None}, options.device)
+                found |= {aim: ratio for aim in AIMS if aim.run == process.run and (ratio := aim.found(records))}
+        finally:
+            for process in processes:
+                process.process.kill()
+    return [aimed(str(aim), aim.most, found.get(aim)) for aim in AIMS if aim.run in names]
+
+
+def missing(aim: Aim) -> Record:
+    return aimed(str(aim), aim.most, None)
 
 
 def added(options: argparse.Namespace) -> list[Record]:

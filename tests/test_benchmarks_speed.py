@@ -50,7 +50,7 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert record["ratio"] > 0
         assert record["kernels"] > 0
         for ending in ("json", "txt"):
-            assert (tmp_path / f"resnet18-{record['variant']}-eager.{ending}").stat().st_size > 0
+            assert (tmp_path / f"resnet18-2-{record['variant']}-eager.{ending}").stat().st_size > 0
 
 
 def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +98,19 @@ def test_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     found = [{"variant": name, "mode": "eager", "memory_gib": size} for name, size in (("bn", 4.0), ("nd", 3.0))]
     assert aim.found(found) == 0.75
     assert aim.found(found[1:]) is None
-    monkeypatch.setitem(targets.RUNS, "deeplab", f"{TINY} --variants bn,none")
-    told = targets.timed(
-        "deeplab", argparse.Namespace(device="cpu", steps=1, repeats=1, unchecked=True, steps_out=None)
-    )
-    assert [(r["most"], r["found"]) for r in told] == [(1.0, None)]  # its variant did not run
+
+
+def test_targets_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They warm up side by side, and are timed in turns; what one could not run is not measured."""
+    monkeypatch.setitem(targets.RUNS, "deeplab", (f"{TINY} --variants bn,none", f"{TINY} --variants bn,nowhere"))
+    monkeypatch.setitem(targets.RUNS, "vit", (f"{TINY} --variants bn,none",))
+    aims = targets.Aim("vit", "none", "eager", 1e9), targets.Aim("deeplab", "nd", "eager", 1.0)
+    monkeypatch.setattr(targets, "AIMS", aims)
+    out = tmp_path / "steps.jsonl"
+    told = {"device": "cpu", "steps": 1, "repeats": 1, "steps_out": out, "profile": None}
+    found = targets.timed(["vit", "deeplab"], argparse.Namespace(**told), None)
+    assert [(r["most"], r["met"]) for r in found] == [(1e9, True), (1.0, None)]
+    assert [r["variant"] for r in summary.read([out])] == ["bn", "none"] * 2
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +243,7 @@ def test_no_times_while_tests_are_red(body: str, green: bool, tmp_path: Path, mo
     file.write_text(f"from pytest import skip\ndef test_it():\n    {body}\n")
     monkeypatch.setattr(guard, "TESTS", str(file))
     if green:
-        guard.require_green("cpu")
+        guard.Tests("cpu").require_green()
     else:
         with pytest.raises(SystemExit, match="no times"):
-            guard.require_green("cpu")
+            guard.Tests("cpu").require_green()

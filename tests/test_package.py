@@ -18,24 +18,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ndpp"
 CORE = [
     *("version", "settings", "keeping", "whitening", "roots", "adjoints", "sync", "masking", "geometry"),
-    *(
-        "sampling",
-        "rows",
-        "kernels.plan",
-        "kernels.plain_moments",
-        "kernels.plain_scale",
-        "kernels.plain",
-        "kernels",
-        "statistics",
-        "stages",
-        "transform",
-        "sharing",
-        "recorded",
-    ),
-    *("decorrelated", "layers"),
+    *("sampling", "rows", "kernels.plan", "kernels.plain_moments", "kernels.plain_scale", "kernels.plain", "kernels"),
+    *("products", "stages", "statistics", "transform", "sharing", "recorded", "decorrelated", "layers"),
 ]
-KERNELS = ["triton_launch", "triton_rows", "triton_root", "triton_moments"]
-KERNELS += ["triton_moments_adjoint", "triton_observe"]
+KERNELS = ["triton_launch", "triton_rows", "triton_moments", "triton_root", "triton_root_wide", "triton_fold"]
+KERNELS += ["triton_scale", "triton_passes", "triton_moments_adjoint", "triton_observe", "triton_stages"]
 CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt"]
 CONVERSION += ["convert", "fold", "share"]
 PACKAGES = ("conversion", "kernels")
@@ -70,7 +57,7 @@ def test_import_adds_little_to_torch() -> None:
     )
     new = python(code).splitlines()
     assert set(new) <= {"ndpp", *(f"ndpp.{name}" for name in ORDER)} | {m for m in new if m.startswith("torch.")}
-    assert len(new) < 42
+    assert len(new) < 44
 
 
 def test_public_names() -> None:
@@ -104,7 +91,7 @@ def test_import_order() -> None:
 def test_core_is_small() -> None:
     lines = {name: len(file_of(name).read_text().splitlines()) for name in ORDER}
     assert max(lines.values()) < 400, lines
-    assert sum(lines[name] for name in CORE) < 4250
+    assert sum(lines[name] for name in CORE) < 4700
 
 
 def test_every_file_has_a_row_in_the_architecture() -> None:

@@ -163,11 +163,18 @@ LIBRARY: Any = torch.library.Library("ndpp", "FRAGMENT")  # type: ignore[no-unty
 
 
 def _operator(
-    name: str, stage: Callable[..., Any], fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+    name: str,
+    stage: Callable[..., Any],
+    fake: Callable[..., Any],
+    owned: Callable[..., Any] | None = None,
+    mutates: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
-    """Registered by hand: `custom_op` asks every call about aliases, and takes as long for that as for a launch."""
+    """Registered by hand: `custom_op` asks every call about aliases, and takes as long for that as for a launch.
+
+    `owned` is the stage with outputs that are no other tensors, where it may have such.
+    """
     LIBRARY.define(name + torch.library.infer_schema(stage, mutates_args=mutates))
-    LIBRARY.impl(name, stage, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, stage if owned is None else owned, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ndpp::{name}", fake, lib=LIBRARY)
     made: Callable[..., Any] = getattr(torch.ops.ndpp, name).default
     return made
@@ -188,31 +195,12 @@ def _own(outputs: Sequence[Tensor], layouts: Sequence[Tensor | None], given: Seq
     return made
 
 
-def _forward_owned(
-    x: Tensor,
-    gain: Tensor | None,
-    draws: Tensor,
-    running: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    axes: Sequence[int],
-    rows: int | None,
-    key: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    outputs = _forward(x, gain, draws, running, weight, bias, axes, rows, key, dtype)
-    return _own(outputs, (weight, *(None,) * 8), running)
+def _forward_owned(x: Tensor, gain: Any, draws: Tensor, running: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return _own(_forward(x, gain, draws, running, *rest), (rest[0], *(None,) * 8), running)
 
 
-def _fold_owned(
-    batch: Sequence[Tensor],
-    running: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    key: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return _own(_fold(batch, running, weight, bias, key, dtype), (weight, *(None,) * 4), (*batch, *running))
+def _fold_owned(batch: Sequence[Tensor], running: Sequence[Tensor], weight: Tensor, *rest: Any) -> list[Tensor]:
+    return _own(_fold(batch, running, weight, *rest), (weight, *(None,) * 4), (*batch, *running))
 
 
 def _fold_adjoint_owned(
@@ -247,26 +235,15 @@ def _observe_(
 # --- what they return, without computing it ---
 
 
-def _fake_forward(
-    x: Tensor,
-    gain: Tensor | None,
-    draws: Tensor,
-    running: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    axes: Sequence[int],
-    rows: int | None,
-    key: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    batch = _fake_moments_of(x, key)
+def _fake_forward(x: Tensor, *rest: Any) -> list[Tensor]:
+    *_, weight, _, _, _, key, dtype = rest
+    batch = _fake_moments(x, key)
     return [*_fake_folded(weight, key, dtype), *batch, *(torch.empty_like(batch[at]) for at in (2, 1, 3))]
 
 
-def _fake_moments(
-    x: Tensor, gain: Tensor | None, draws: Tensor, axes: Sequence[int], rows: int | None, key: str
-) -> list[Tensor]:
-    return _fake_moments_of(x, key)
+def _fake_moments(x: Tensor, *rest: Any) -> list[Tensor]:
+    shapes = _shapes(plan_of(rest[-1]))
+    return [x.new_empty(shape, dtype=statistics_dtype(x.dtype)) for shape in shapes]
 
 
 def _fake_moments_adjoint(
@@ -275,48 +252,31 @@ def _fake_moments_adjoint(
     return grad.new_empty(0) if gain is None else torch.empty_like(gain)
 
 
-def _fake_fold(
-    batch: Sequence[Tensor],
-    running: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    key: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return [*_fake_folded(weight, key, dtype), *(batch[at].new_empty(batch[at].shape) for at in (2, 1, 3))]
+def _fake_fold(batch: Sequence[Tensor], running: object, weight: Tensor, *rest: Any) -> list[Tensor]:
+    return [*_fake_folded(weight, *rest[1:]), *(batch[at].new_empty(batch[at].shape) for at in (2, 1, 3))]
 
 
 def _fake_fold_adjoint(
-    grad_folded: Tensor,
-    grad_constant: Tensor,
-    grad_used: Sequence[Tensor],
-    batch: Sequence[Tensor],
-    used: Sequence[Tensor],
-    weight: Tensor,
-    key: str,
+    grad_folded: object, grad_constant: object, grad_used: object, batch: Sequence[Tensor], used: object, *rest: Any
 ) -> list[Tensor]:
-    return [torch.empty_like(weight), *(batch[at].new_empty(batch[at].shape) for at in (1, 2))]
+    return [torch.empty_like(rest[0]), *(batch[at].new_empty(batch[at].shape) for at in (1, 2))]
 
 
 def _fake_observe(*_: object) -> None:
     return None
 
 
-def _fake_moments_of(x: Tensor, key: str) -> list[Tensor]:
-    return [x.new_empty(shape, dtype=statistics_dtype(x.dtype)) for shape in _shapes(plan_of(key))]
-
-
 def _fake_folded(weight: Tensor, key: str, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(weight, dtype=dtype), weight.new_empty(plan_of(key).outputs(weight), dtype=dtype)]
 
 
-forward_op = _operator("forward", _forward_owned, _fake_forward)
+forward_op = _operator("forward", _forward, _fake_forward, _forward_owned)
 moments_op = _operator("moments", _moments, _fake_moments)
-moments_adjoint_op = _operator("moments_adjoint_", _moments_adjoint, _fake_moments_adjoint, ("grad",))
-fold_op = _operator("fold", _fold_owned, _fake_fold)
-fold_adjoint_op = _operator("fold_adjoint", _fold_adjoint_owned, _fake_fold_adjoint)
+moments_adjoint_op = _operator("moments_adjoint_", _moments_adjoint, _fake_moments_adjoint, mutates=("grad",))
+fold_op = _operator("fold", _fold, _fake_fold, _fold_owned)
+fold_adjoint_op = _operator("fold_adjoint", _fold_adjoint, _fake_fold_adjoint, _fold_adjoint_owned)
 STATE = ("mean", "cov", "tracked", "step_rows", "step_mean", "step_cov")
-observe_op_ = _operator("observe_", _observe_, _fake_observe, STATE)
+observe_op_ = _operator("observe_", _observe_, _fake_observe, mutates=STATE)
 
 
 class Stages(NamedTuple):
