@@ -2,7 +2,8 @@
 
 Training steps are timed by `step` on a CUDA device, and what is added to the paper's five layers by `cpu-table`.
 Without a CUDA device the steps are left out, and listed as not measured. Processes of `step` build, compile and warm up
-side by side, beside the tests; once all are ready and the tests are green, they are timed one after the other.
+side by side, beside the tests; once all are ready and the tests are green, they are timed one after the other. Those
+that take longer than --patience to be ready stand still meanwhile, and are timed when they are.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +35,16 @@ RUNS = {
         "--model resnet50 --batch 128 --variants bn,none,nd,nd-l1,nd-std,gn,iternorm",
         "--model resnet50 --batch 128 --variants bn,nd --modes compiled",
         "--model resnet50 --batch 128 --variants bn,nd-l1 --modes compiled",
-        "--model resnet50 --batch 128 --variants bn,nd-std,none --modes compiled",
+        "--model resnet50 --batch 128 --variants bn,nd-std --modes compiled",
+        "--model resnet50 --batch 128 --variants bn,none --modes compiled",
     ),
     "small-batch": (
         "--model resnet50 --batch 16 --variants bn,nd,none",
         "--model resnet50 --batch 16 --variants bn,nd --modes graphs",
     ),
     "vit": ("--model vit_b_16 --batch 64 --variants bn,nd-standardize,none",),
-    "mask-rcnn": ("--model maskrcnn --variants bn,nd,nd-l1,nd-share,nd-l1-share",),
     "deeplab": ("--model deeplab --variants bn,nd",),
+    "mask-rcnn": ("--model maskrcnn --variants bn,nd,nd-l1,nd-share,nd-l1-share",),
 }
 CPU = "cpu-table"
 
@@ -87,6 +92,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide sides of its images, for a quick look")
     parser.add_argument("--steps-out", type=Path, help="append the records of `step` to this file")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="as of `step`")
+    parser.add_argument("--patience", type=float, default=600, help="seconds until those that are ready are timed")
     timing.arguments(parser, steps=10, repeats=10)
 
 
@@ -111,6 +117,7 @@ class Timed:
 
     def __init__(self, run: str, told: str, folder: Path, options: argparse.Namespace) -> None:
         self.run, self.told, self.file = run, told, folder / f"{run}-{abs(hash(told))}.jsonl"
+        self.ready, self.stood_still = threading.Event(), False
         command = [sys.executable, "-m", "benchmarks", "step", *told.split(), "--await-turn", "--unchecked"]
         command += ["--device", options.device, "--steps", str(options.steps), "--repeats", str(options.repeats)]
         command += ["--out", str(self.file)]
@@ -119,20 +126,31 @@ class Timed:
         folders = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
-        self.process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+        # With a session of its own: it stands still together with the compilers that it has started.
+        self.process = subprocess.Popen(command, start_new_session=True, **pipes)  # type: ignore[call-overload]
+        threading.Thread(target=self._warm_up, daemon=True).start()
 
-    def wait_until_ready(self) -> None:
+    def _warm_up(self) -> None:
+        """Pass on what it says until it is ready, or has ended."""
         for line in self.process.stdout:
             if line.strip() == step.READY:
-                return
+                break
             print(f"[{self.run}] {line}", end="", flush=True)
+        self.ready.set()
+
+    def send(self, number: signal.Signals) -> None:
+        """To the process and all it has started."""
+        if self.process.poll() is None:
+            self.stood_still |= number == signal.SIGSTOP
+            os.killpg(self.process.pid, number)
 
     def records(self) -> list[Record]:
         """Its turn: it is timed, and ends."""
         output, _ = self.process.communicate("\n" if self.process.poll() is None else None)
         print("".join(f"[{self.run}] {line}\n" for line in output.splitlines() if line), end="", flush=True)
         lines = self.file.read_text().splitlines() if self.file.exists() else []
-        return [json.loads(line) for line in lines]
+        records: list[Record] = [json.loads(line) for line in lines]
+        return [record | {"compile_s": None} for record in records] if self.stood_still else records
 
 
 def timed(names: Sequence[str], options: argparse.Namespace, tests: Tests | None) -> list[Record]:
@@ -141,19 +159,36 @@ def timed(names: Sequence[str], options: argparse.Namespace, tests: Tests | None
     with tempfile.TemporaryDirectory() as folder:
         processes = [Timed(name, told, Path(folder), options) for name in names for told in RUNS[name]]
         try:
-            for process in processes:
-                process.wait_until_ready()
-            if tests is not None:
-                tests.require_green()
-            for process in processes:
+            for process in in_turn(processes, options.patience, tests):
                 records = process.records()
                 for record in records:
                     append(options.steps_out, record | {"checked": tests is not None}, options.device)
                 found |= {aim: ratio for aim in AIMS if aim.run == process.run and (ratio := aim.found(records))}
         finally:
             for process in processes:
-                process.process.kill()
+                process.send(signal.SIGKILL)
     return [aimed(str(aim), aim.most, found.get(aim)) for aim in AIMS if aim.run in names]
+
+
+def in_turn(processes: Sequence[Timed], patience: float, tests: Tests | None) -> Iterator[Timed]:
+    """Those that are ready, one after the other, with the device to themselves."""
+    waiting, start = list(processes), time.monotonic()
+    while waiting:
+        ready = [process for process in waiting if process.ready.is_set()]
+        late = [process for process in waiting if process not in ready]
+        if not ready or (late and time.monotonic() - start < patience):
+            time.sleep(0.2)
+            continue
+        if tests is not None:
+            tests.require_green()
+        print(f"{len(ready)} ready, timed now; {len(late)} more stand still", flush=True)
+        for process in late:
+            process.send(signal.SIGSTOP)
+        yield from ready
+        print(f"{len(late)} go on", flush=True)
+        for process in late:
+            process.send(signal.SIGCONT)
+        waiting = late
 
 
 def missing(aim: Aim) -> Record:

@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,10 +109,40 @@ def test_targets_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     aims = targets.Aim("vit", "none", "eager", 1e9), targets.Aim("deeplab", "nd", "eager", 1.0)
     monkeypatch.setattr(targets, "AIMS", aims)
     out = tmp_path / "steps.jsonl"
-    told = {"device": "cpu", "steps": 1, "repeats": 1, "steps_out": out, "profile": None}
+    told = {"device": "cpu", "steps": 1, "repeats": 1, "steps_out": out, "profile": None, "patience": 600}
     found = targets.timed(["vit", "deeplab"], argparse.Namespace(**told), None)
     assert [(r["most"], r["met"]) for r in found] == [(1e9, True), (1.0, None)]
     assert [r["variant"] for r in summary.read([out])] == ["bn", "none"] * 2
+
+
+class Waiting:
+    """In the place of a process that warms up."""
+
+    def __init__(self, name: str, ready: bool) -> None:
+        self.name, self.ready, self.got = name, threading.Event(), []
+        if ready:
+            self.ready.set()
+
+    def send(self, number: signal.Signals) -> None:
+        self.got.append(number)
+        if number == signal.SIGCONT:
+            self.ready.set()
+
+
+def test_who_is_late_stands_still_and_comes_after_the_others() -> None:
+    processes = [Waiting("late", False), Waiting("first", True), Waiting("second", True)]
+    seen = []
+    for process in targets.in_turn(processes, 0.0, None):
+        seen.append((process.name, list(processes[0].got)))
+    assert seen[:2] == [("first", [signal.SIGSTOP]), ("second", [signal.SIGSTOP])]
+    assert seen[2:] == [("late", [signal.SIGSTOP, signal.SIGCONT])]
+
+
+def test_all_who_are_ready_in_time_are_timed_in_their_order() -> None:
+    processes = [Waiting("first", False), Waiting("second", True)]
+    threading.Timer(0.5, processes[0].ready.set).start()
+    assert [process.name for process in targets.in_turn(processes, 600.0, None)] == ["first", "second"]
+    assert not processes[0].got
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
