@@ -36,12 +36,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Conv2dSame(Conv2d):
     """timm's Conv2dSame: TensorFlow's padding, of which the size of the input decides how much there is."""
 
-    def _padding_pairs(self, sizes: Sequence[int] = (1, 1)) -> list[tuple[int, int]]:
+    def _padding_pairs(self, sizes: Sequence[int] = (1, 1)) -> tuple[tuple[int, int], ...]:
         pairs = []
         for size, kernel, stride, dilation in zip(sizes, self.kernel_size, self.stride, self.dilation, strict=True):
             missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             pairs.append((missing // 2, missing - missing // 2))
-        return pairs
+        return tuple(pairs)
 
     def forward(self, input: Tensor) -> Tensor:
         if not _has_channels(self, input) or 0 in input.shape:

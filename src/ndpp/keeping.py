@@ -11,6 +11,7 @@ from torch import Tensor
 
 Made = TypeVar("Made")
 MOST_KEPT = 256  # tables of each kind
+MOST_REMEMBERED = 4096
 
 
 def is_traced() -> bool:
@@ -38,6 +39,17 @@ def multiplies_bfloat16() -> bool:
 def seen(rows: Tensor) -> bool | None:
     """Whether there were rows, where their number is readable."""
     return bool(rows > 0) if readable(rows) else None
+
+
+def remembered(find: Callable[..., Made]) -> Callable[..., Made]:
+    """A function of numbers, asked once for the same ones; never where they may be symbols."""
+    cached = functools.lru_cache(MOST_REMEMBERED)(find)
+
+    @functools.wraps(find)
+    def call(*arguments: Any) -> Made:
+        return find(*arguments) if is_traced() else cached(*arguments)
+
+    return call
 
 
 def kept(make: Callable[..., Made]) -> Callable[..., Made]:

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .decorrelated import Decorrelated
-from .geometry import conv_grid, pointwise_grid, transposed_grid
+from .geometry import Grid, conv_grid, pointwise_grid, transposed_grid
+from .keeping import remembered
 from .products import Operation, linear, pointwise, suits_pointwise
 from .recorded import product_dtype
 from .settings import Settings
 
 Sizes = int | tuple[int, ...]
+known_grid = remembered(conv_grid)
 
 
 class Linear(Decorrelated, nn.Linear):
@@ -93,8 +95,7 @@ class _Conv(Decorrelated, _ConvNd):
         if not self._accepts(input):
             return self._call(self._stock_forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
-        grid = conv_grid(x.shape[2:], self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
-        y: Tensor = self._call(self._forward, x, grid, self._operation(x), input)
+        y: Tensor = self._call(self._forward, x, self._grid(x), self._operation(x), input)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor) -> Tensor:
@@ -111,20 +112,23 @@ class _Conv(Decorrelated, _ConvNd):
         convolve: Operation = self._conv_forward
         return convolve
 
-    def _padding_pairs(self) -> list[tuple[int, int]]:
+    def _grid(self, input: Tensor) -> Grid:
+        """Of an input with or without a batch."""
+        sizes = tuple(input.shape[-len(self.kernel_size) :])
+        return known_grid(sizes, self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
+
+    def _padding_pairs(self) -> tuple[tuple[int, int], ...]:
         flat: Sequence[int] = self._reversed_padding_repeated_twice  # 'same' and 'valid' are numbers here
-        return [(flat[i], flat[i + 1]) for i in reversed(range(0, len(flat), 2))]
+        return tuple([(flat[i], flat[i + 1]) for i in range(len(flat) - 2, -1, -2)])
 
     def _accepts(self, input: Tensor) -> bool:
         """Whether torch.nn would take this input; what it would not take is left to it, for its own error."""
         if not _has_channels(self, input):
             return False
-        n = len(self.kernel_size)
-        sizes, pairs = input.shape[-n:], self._padding_pairs()
-        grid = conv_grid(sizes, self.kernel_size, self.stride, pairs, self.dilation)
-        most = {"reflect": -1, "circular": 0}.get(self.padding_mode)
-        fits = most is None or all(max(pair) <= size + most for pair, size in zip(pairs, sizes, strict=True))
-        return fits and all(axis.size > 0 and axis.count > 0 for axis in grid.phases[0])
+        axes, most = self._grid(input).phases[0], {"reflect": -1, "circular": 0}.get(self.padding_mode)
+        pairs = self._padding_pairs()
+        fits = most is None or all(max(pair) <= axis.size + most for pair, axis in zip(pairs, axes, strict=True))
+        return fits and all([axis.size > 0 and axis.count > 0 for axis in axes])
 
 
 class Conv1d(_Conv, nn.Conv1d):

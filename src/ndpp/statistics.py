@@ -187,7 +187,6 @@ class RunningMoments(nn.Module):
         ended: Tensor = _EndOfStep.apply(shift, self.step_rows, token)
         return ended, True
 
-    @torch.no_grad()
     def _new_step(self) -> None:
         if torch.is_inference_mode_enabled() or not self.step_rows.is_inference():
             self.step_rows.zero_()

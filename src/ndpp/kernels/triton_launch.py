@@ -1,7 +1,7 @@
 """How kernels are started, and how they are built for a device that is not here.
 
-A kernel takes pointers, then numbers, then constants (`tl.constexpr`). What it is compiled for is found out once:
-Triton's own launch asks every argument again, which takes the host three times as long.
+A kernel takes pointers, then numbers, then constants (`tl.constexpr`). What it is compiled for is found out once, and
+from then on the driver is called directly (`triton_direct`): Triton's own launch asks everything again every time.
 """
 
 # mypy: ignore-errors
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+
+from .triton_direct import Direct, direct_start
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ALIGNED = 16  # bytes; where a pointer is not, there are no wide loads
@@ -41,7 +43,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, warps: int, stages: int, constants: tuple[Any, ...]) -> None:
         self.kernel, self.warps, self.stages, self.constants = kernel, warps, stages, constants
-        self._compiled: dict[int, Any] = {}  # by device
+        self._direct: dict[int, Direct | None] = {}  # by device
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], *numbers: float) -> None:
         """Start it on the current device, without waiting for it."""
@@ -49,17 +51,22 @@ class Launcher:
             arguments = (*pointers, *numbers, *self.constants)
             recorded.append(Launch(self.kernel, grid, arguments, self.warps, self.stages))
             return
-        addresses = [None if t is None else t.data_ptr() for t in pointers]
         device = -1 if INTERPRETED else torch.cuda.current_device()
-        compiled = self._compiled.get(device)
-        aligned = all([a is None or a % ALIGNED == 0 for a in addresses])
-        if compiled is not None and aligned:
-            compiled[grid](*addresses, *numbers, *self.constants)
-            return
+        direct = self._direct.get(device)
+        if direct is not None:
+            bits, values = 0, []
+            for tensor in pointers:
+                if tensor is not None:
+                    address = tensor.data_ptr()
+                    bits |= address
+                    values.append(address)
+            if bits % ALIGNED == 0 and direct(grid, device, (*values, *numbers)):
+                return
         options = {} if INTERPRETED else {"num_warps": self.warps, "num_stages": self.stages}
-        started = self.kernel[grid](*pointers, *numbers, *self.constants, **options)
-        if aligned and started is not None:
-            self._compiled[device] = started
+        compiled = self.kernel[grid](*pointers, *numbers, *self.constants, **options)
+        if device not in self._direct and all([t is None or t.data_ptr() % ALIGNED == 0 for t in pointers]):
+            present = sum([t is not None for t in pointers])
+            self._direct[device] = None if INTERPRETED else direct_start(compiled, present, numbers)
 
 
 @functools.cache
@@ -90,7 +97,13 @@ class Built(NamedTuple):
 
 
 def build(started: Launch, capability: int = 90) -> Built:
-    """Compile for a CUDA device of this capability, which need not be present, as the launch would be specialised."""
+    """Compile for a CUDA device of this capability, and say what that takes."""
+    made = compiled_for(started, capability)
+    return Built(made.metadata.shared, *_usage(made.asm["cubin"]))
+
+
+def compiled_for(started: Launch, capability: int = 90) -> Any:
+    """A kernel for a device of this capability, which need not be present, as the launch would be specialised."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -105,8 +118,7 @@ def build(started: Launch, capability: int = 90) -> Built:
             attributes[(place,)] = [["tt.divisibility", ALIGNED]]
     source = ASTSource(started.kernel, signature, constants, attributes)
     options = {"num_warps": started.warps, "num_stages": started.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Built(made.metadata.shared, *_usage(made.asm["cubin"]))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _usage(binary: bytes) -> tuple[int, int]:
