@@ -7,9 +7,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ndpp.geometry import Layout, conv_grid
-from ndpp.kernels import Plan, Running, View
+from ndpp.kernels import Plan, Running, View, plain
 from ndpp.sampling import draw, row_budget
 
 from .timing import markdown
@@ -40,18 +41,6 @@ def launches_of(shape: Shape, dtype: torch.dtype) -> list[Any]:
     """Those of a training step of a layer: bfloat16 in channels-last, float32 in channels-first."""
     from ndpp.kernels import triton_launch
 
-    triton_launch.recorded = []
-    try:
-        _step(shape, dtype)
-        return triton_launch.recorded
-    finally:
-        triton_launch.recorded = None
-
-
-def _step(shape: Shape, dtype: torch.dtype) -> None:
-    """What is launched is recorded in place of being done: values are of no meaning."""
-    from ndpp.kernels import triton_moments_adjoint, triton_observe, triton_passes, triton_scale, triton_stages
-
     channels, kernel, block, scale = shape
     layout = Layout(1, channels, kernel * kernel, block, False)
     plan = Plan(layout, False, False, "zeros", scale, 0.0, None, "quartic", 3, 1e-5, 0.0, 512, None)
@@ -60,22 +49,38 @@ def _step(shape: Shape, dtype: torch.dtype) -> None:
     weight = torch.randn(channels, channels, kernel, kernel).to(memory_format=memory)
     half = kernel // 2
     phase = conv_grid((14, 14), (kernel,) * 2, (1, 1), ((half, half),) * 2, (1, 1)).phases[0]
-    view, draws = View(phase, row_budget(8, phase, plan.rows, None)), draw(x.device)
-    gain = None if scale == "none" else triton_scale.scale(x, plan)
-    running = Running(*_buffers(plan))
-    batch, folded = triton_stages.forward(x, gain, draws, running[:3], weight, weight[:, 0, 0, 0], view, plan, dtype)
+    triton_launch.recorded = []
+    try:
+        step(plan, View(phase, row_budget(8, phase, plan.rows, None)), x, weight)
+        return triton_launch.recorded
+    finally:
+        triton_launch.recorded = None
+
+
+def step(plan: Plan, view: View, x: Tensor, weight: Tensor) -> None:
+    """Whatever a training step starts. Where launches are recorded in place of being done, values have no meaning."""
+    from ndpp.kernels import triton_moments_adjoint, triton_observe, triton_passes, triton_scale, triton_stages
+
+    of_samples = plan.scale != "none" and not plan.per_row
+    gain = triton_scale.scale(x, plan) if of_samples else plain.scale(x, plan) if plan.scale != "none" else None
+    draws, bias, running = draw(x.device), weight.new_empty(plan.outputs(weight)), Running(*_buffers(plan))
+    batch, folded = triton_stages.forward(x, gain, draws, running[:3], weight, bias, view, plan, x.dtype)
     triton_observe.observe_(running, batch, 0.1, True)
-    y = torch.empty_like(x)
-    triton_passes.scaled_output_(y, gain, weight.new_empty(channels, 1, 1))
-    triton_passes.scaled_gradient(y, gain, (channels, 1, 1), torch.float32)
     triton_stages.fold_adjoint(batch, folded[2:], weight, folded.weight, folded.constant, (), plan)
+    y = torch.empty_like(x)
     triton_moments_adjoint.moments_adjoint_(y, batch.mean, batch.cov, batch, x, gain, draws, view, plan)
+    if plan.per_row:
+        return
+    of_channels = (x.shape[1], *[1] * (x.dim() - 2))
+    triton_passes.scaled_output_(y, gain, weight.new_empty(of_channels))
+    if triton_passes.declines_output(y, len(of_channels), True) is None:
+        triton_passes.scaled_gradient(y, gain, of_channels, torch.float32)
     if gain is not None:
         triton_passes.gain_adjoint(y, x, gain, plan)
         triton_scale.scale_adjoint_(y, x, gain, gain, plan)
 
 
-def _buffers(plan: Plan) -> list[torch.Tensor]:
+def _buffers(plan: Plan) -> list[Tensor]:
     blocks, f = sum(count for count, _ in plan.layout.widths), plan.layout.widths[0][1]
     cov = torch.eye(f).repeat(blocks, 1, 1)
     mean = cov[:, 0].contiguous()

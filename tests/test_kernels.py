@@ -279,13 +279,13 @@ def test_kernel_of_broken_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are checked: weights in blocks of five channels do not lie in runs of eight."""
     stages = kernels._of("triton_stages")
     monkeypatch.setattr(stages, "_even", lambda places, plan: True)
-    stages._folding.cache_clear()
+    stages._fold_told.cache_clear()
     layer, plan, batch, running = folding("conv-last", "cpu")
     try:
         with pytest.raises(Exception, match=r"tt\.(divisibility|contiguity|constancy)"):
             taken("fold")(batch, running, layer.weight.detach(), None, plan, torch.float32)
     finally:
-        stages._folding.cache_clear()
+        stages._fold_told.cache_clear()
 
 
 @on_device

@@ -1,7 +1,8 @@
 """How kernels are started, and how they are built for a device that is not here.
 
-A kernel takes pointers, then numbers, then constants (`tl.constexpr`). What it is compiled for is found out once, and
-from then on the driver is called directly (`triton_direct`): Triton's own launch asks everything again every time.
+A kernel takes pointers, then numbers, then constants (`tl.constexpr`). Grid and numbers are those of a layer and a
+shape: they are told once. What a kernel is compiled for is found out once as well, and from then on the driver is
+called directly (`triton_direct`): Triton's own launch asks everything again every time.
 """
 
 # mypy: ignore-errors
@@ -43,30 +44,53 @@ class Launcher:
 
     def __init__(self, kernel: Any, warps: int, stages: int, constants: tuple[Any, ...]) -> None:
         self.kernel, self.warps, self.stages, self.constants = kernel, warps, stages, constants
+        self.compiled: dict[int, Any] = {}  # by device; for pointers that are aligned
+
+    def prepared(self, grid: tuple[int, int, int], *numbers: float) -> Prepared:
+        """Of which all is known but the pointers."""
+        return Prepared(self, grid, numbers)
+
+
+class Prepared:
+    """A launch with its grid and its numbers."""
+
+    def __init__(self, launcher: Launcher, grid: tuple[int, int, int], numbers: tuple[float, ...]) -> None:
+        self.launcher, self.grid, self.numbers = launcher, grid, numbers
         self._direct: dict[int, Direct | None] = {}  # by device
 
-    def __call__(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], *numbers: float) -> None:
+    def __call__(self, *pointers: Tensor | None) -> None:
         """Start it on the current device, without waiting for it."""
-        if recorded is not None:
-            arguments = (*pointers, *numbers, *self.constants)
-            recorded.append(Launch(self.kernel, grid, arguments, self.warps, self.stages))
-            return
-        device = -1 if INTERPRETED else torch.cuda.current_device()
-        direct = self._direct.get(device)
-        if direct is not None:
-            bits, values = 0, []
-            for tensor in pointers:
-                if tensor is not None:
-                    address = tensor.data_ptr()
+        if recorded is None and not INTERPRETED:
+            device = torch._C._cuda_getDevice()
+            direct = self._direct.get(device)
+            if direct is not None:
+                bits, addresses = 0, [t.data_ptr() for t in pointers if t is not None]
+                for address in addresses:
                     bits |= address
-                    values.append(address)
-            if bits % ALIGNED == 0 and direct(grid, device, (*values, *numbers)):
+                if bits % ALIGNED == 0 and direct(addresses, device):
+                    return
+        self._start(pointers)
+
+    def _start(self, pointers: tuple[Tensor | None, ...]) -> None:
+        """By Triton itself; or not at all, where launches are recorded."""
+        by = self.launcher
+        arguments = (*pointers, *self.numbers, *by.constants)
+        if recorded is not None:
+            recorded.append(Launch(by.kernel, self.grid, arguments, by.warps, by.stages))
+            return
+        if INTERPRETED:
+            by.kernel[self.grid](*arguments)
+            return
+        device, aligned = torch._C._cuda_getDevice(), all([t is None or t.data_ptr() % ALIGNED == 0 for t in pointers])
+        if aligned and device in by.compiled and device not in self._direct:
+            present = [t.data_ptr() for t in pointers if t is not None]
+            direct = direct_start(by.compiled[device], len(present), self.grid, self.numbers)
+            self._direct[device] = direct
+            if direct is not None and direct(present, device):
                 return
-        options = {} if INTERPRETED else {"num_warps": self.warps, "num_stages": self.stages}
-        compiled = self.kernel[grid](*pointers, *numbers, *self.constants, **options)
-        if device not in self._direct and all([t is None or t.data_ptr() % ALIGNED == 0 for t in pointers]):
-            present = sum([t is not None for t in pointers])
-            self._direct[device] = None if INTERPRETED else direct_start(compiled, present, numbers)
+        compiled = by.kernel[self.grid](*arguments, num_warps=by.warps, num_stages=by.stages)
+        if aligned:
+            by.compiled.setdefault(device, compiled)
 
 
 @functools.cache

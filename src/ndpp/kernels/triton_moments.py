@@ -20,7 +20,7 @@ from torch import Tensor
 from ..whitening import SMALLEST_UNIT, Moments
 from . import triton_rows as rows_of
 from .plan import Plan, View
-from .triton_launch import INTERPRETED, Launcher, cdiv, launcher
+from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
 from .triton_rows import (
     BLOCKS,
     CELLS,
@@ -246,23 +246,29 @@ class Gram(NamedTuple):
     products: Tensor
     vectors: Tensor
     peaks: Tensor
-    numbers: tuple[int, ...]  # parts, chunk, total, tiles, count
 
 
 class Told(NamedTuple):
-    """The launch for one kind of call."""
+    """The launches for one kind of call."""
 
-    start: Launcher
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]  # up to the strides of the gain
-    more: tuple[int, ...]  # after them
+    start: Prepared
+    finish: Prepared
     sizes: tuple[int, int, int]  # of products, vectors and peaks
-    summed: tuple[int, ...]
+    summed: tuple[int, ...]  # parts, chunk, total, tiles, count
+    positions: float  # all there are, for which the sampled rows stand
+    own: int
+    f: int
 
 
-@functools.lru_cache(1024)
-def _told(
-    batch: int, strides: tuple[int, ...], dtype: torch.dtype, view: View, plan: Plan, gained: torch.dtype | None
+@functools.lru_cache(4096)
+def told_of(
+    batch: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    view: View,
+    plan: Plan,
+    gained: torch.dtype | None,
+    gains: tuple[int, ...],
 ) -> Told:
     own, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
     tiles = cdiv(f, COLUMNS)
@@ -273,11 +279,20 @@ def _told(
     widely = rows_of.lies_widely(strides, dtype.itemsize, plan)
     kind = (len(view.phase), rows_of.padded(view), widely, strides[1] == 1, plan.layout.shared, tiles == 1)
     start = launcher(_gram, WARPS, STAGES, (dtype, gained), *kind, narrow, precision, ROWS, COLUMNS, VECTORS)
-    numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides))
+    numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
     sizes = (parts * own * tiles * tiles * COLUMNS * COLUMNS, parts * own * tiles * COLUMNS * VECTORS)
     summed = (parts, chunk, total, tiles, parts * own * tiles)
+    positions = float(batch * math.prod([axis.count for axis in view.phase]))
+    finish = launcher(_finish, WARPS, STAGES, (), strides[1] == 1, COLUMNS, PEAKS)
+    block, _, _, _, taps = of_blocks
     return Told(
-        start, (tiles * tiles, own, parts), numbers, (*of_blocks, total, chunk, tiles), (*sizes, summed[4]), summed
+        start.prepared((tiles * tiles, own, parts), *numbers, *of_blocks, total, chunk, tiles),
+        finish.prepared((tiles * tiles, own, 1), f, taps, block, *summed, smallest_unit(plan), positions),
+        (*sizes, summed[4]),
+        summed,
+        positions,
+        own,
+        f,
     )
 
 
@@ -288,17 +303,12 @@ def _parts(total: int, programs: int) -> tuple[int, int]:
     return cdiv(total, chunk), chunk
 
 
-def gram(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Gram:
+def gram(x: Tensor, gain: Tensor | None, draws: Tensor, told: Told) -> Gram:
     """The first launch."""
-    gained = None if gain is None else gain.dtype
-    told = _told(x.shape[0], x.stride(), x.dtype, view, plan, gained)
     of_products, of_vectors, of_peaks = told.sizes
     products = torch.empty(of_products, dtype=torch.float32, device=x.device)
-    left = Gram(
-        products, products.new_empty(of_vectors), products.new_empty(of_peaks, dtype=torch.int32), told.summed
-    )  # fmt: skip
-    pointers = (*left[:3], x, gain, draws)
-    told.start(told.grid, pointers, *told.numbers, *rows_of.gain_strides(gain), *told.more)
+    left = Gram(products, products.new_empty(of_vectors), products.new_empty(of_peaks, dtype=torch.int32))
+    told.start(*left, x, gain, draws)
     return left
 
 
@@ -309,19 +319,16 @@ def smallest_unit(plan: Plan) -> float:
     return max(math.sqrt(plan.eps), SMALLEST_UNIT)
 
 
-def positions(x: Tensor, view: View) -> float:
-    """All there are, for which the sampled rows stand."""
-    return float(x.shape[0] * math.prod([axis.count for axis in view.phase]))
-
-
 def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
     """As `plain.moments`."""
-    left = gram(x, gain, draws, view, plan)
-    own, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
-    new = left.products.new_empty
-    found = Moments(new(()), new(own, f), new(own, f, f), new(()))
-    start = launcher(_finish, WARPS, STAGES, (), x.stride(1) == 1, COLUMNS, PEAKS)
-    block, _, _, _, taps = rows_of.blocks(plan)
-    numbers = (f, taps, block, *left.numbers, smallest_unit(plan), positions(x, view))
-    start((left.numbers[3] ** 2, own, 1), (*found, *left[:3]), *numbers)
+    kind = (None, (0, 0, 0, 0)) if gain is None else (gain.dtype, rows_of.gain_strides(gain))
+    told = told_of(x.shape[0], x.stride(), x.dtype, view, plan, *kind)
+    left = gram(x, gain, draws, told)
+    found = new_moments(left.products, told)
+    told.finish(*found, *left)
     return found
+
+
+def new_moments(like: Tensor, told: Told) -> Moments:
+    new, own, f = like.new_empty, told.own, told.f
+    return Moments(new(()), new((own, f)), new((own, f, f)), new(()))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..whitening import Moments
 from . import triton_rows as rows_of
 from .plan import Plan, View
-from .triton_launch import INTERPRETED, Launcher, cdiv, launcher
+from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
 from .triton_moments import COLUMNS, load_rows
 from .triton_rows import (
     BLOCKS,
@@ -179,25 +179,16 @@ def _gain_adjoint(
 class Told(NamedTuple):
     """The launches for one kind of call."""
 
-    arrange: Launcher | None  # where columns are ordered otherwise than features
-    adjoint: Launcher
-    add: Launcher | None  # where rows share entries
-    narrow: bool
-    own: int
-    f: int
-    tiles: int
-    total: int
-    each: int  # rows of a sample
-    repeats: int  # rows of a position
-    cells: tuple[int, ...]
-    taps: tuple[int, ...]
-    places: tuple[int, ...]
-    blocks: tuple[int, ...]
-    of_blocks: int  # all that have channels
-    of_grad: tuple[int, ...]
+    arrange: Prepared | None  # where columns are ordered otherwise than features
+    arranged: torch.dtype
+    adjoint: Prepared
+    add: Prepared | None  # where rows share entries
+    of_gain: Prepared | None
+    written: int  # values of rows that are written first
+    gained: int  # of the gain, of every row
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(4096)
 def _told(
     batch: int,
     strides: tuple[int, ...],
@@ -207,41 +198,58 @@ def _told(
     view: View,
     plan: Plan,
     gained: torch.dtype | None,
+    gains: tuple[int, ...],
 ) -> Told:
     layout = plan.layout
     own, f = sum(g for g, _ in layout.widths), layout.widths[0][1]
-    of_blocks = rows_of.blocks(plan)
+    tiles, of_blocks = cdiv(f, COLUMNS), rows_of.blocks(plan)
+    block, taps = of_blocks[0], of_blocks[4]
     by_tap, axes, padded = strides[1] == 1, len(view.phase), rows_of.padded(view)
     narrow, precision = rows_of.products(dtype, INTERPRETED)
     widely, widely_added = (
         rows_of.lies_widely(s, kind.itemsize, plan) for s, kind in ((strides, dtype), (of_grad, grad_dtype))
     )
-    shares = layout.taps > 1 and not disjoint(view)
+    shares, arranges = taps > 1 and not disjoint(view), taps > 1
     kind = (axes, padded, widely, by_tap, layout.shared, widely_added and by_tap)
     # rows that are written first are written in the dtype of the gradient
     dtypes = (dtype, gained, grad_dtype, shares)
-    add = launcher(
-        _add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, COLUMNS
-    )  # fmt: skip
-    repeats = of_blocks[2] if layout.shared else 1
+    repeats, each = of_blocks[2] if layout.shared else 1, math.prod(view.budget[1:])
+    total = math.prod(view.budget) * repeats
+    cells, of_taps, to_grad = rows_of.cells(batch, view), rows_of.taps(view), rows_of.places(of_grad)
+    arrange = launcher(_arrange, 4, 2, (narrow,), by_tap, COLUMNS)
+    adjoint = launcher(_adjoint, WARPS, STAGES, dtypes, *kind, arranges, narrow, precision, ROWS, COLUMNS)
+    add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, COLUMNS)
     return Told(
-        arrange=launcher(_arrange, 4, 2, (narrow,), by_tap, COLUMNS) if layout.taps > 1 else None,
-        adjoint=launcher(_adjoint, WARPS, STAGES, dtypes, *kind, layout.taps > 1, narrow, precision, ROWS, COLUMNS),
-        add=add if shares else None,
-        narrow=narrow,
-        own=own,
-        f=f,
-        tiles=cdiv(f, COLUMNS),
-        total=math.prod(view.budget) * repeats,
-        each=math.prod(view.budget[1:]),
-        repeats=repeats,
-        cells=rows_of.cells(batch, view),
-        taps=rows_of.taps(view),
-        places=rows_of.places(strides),
-        blocks=of_blocks,
-        of_blocks=layout.groups * sum(part.blocks for part in layout.parts),
-        of_grad=rows_of.places(of_grad),
-    )
+        arrange=arrange.prepared((tiles, tiles, own), f, taps, block) if arranges else None,
+        arranged=torch.bfloat16 if narrow else torch.float32,
+        adjoint=adjoint.prepared(
+            (cdiv(total, ROWS), tiles, own), *cells, *of_taps, *rows_of.places(strides), *gains, *of_blocks,
+            total, tiles, f, 1.0 / total, *to_grad,
+        ),
+        add=add.prepared(
+            (view.budget[0], layout.groups * sum(part.blocks for part in layout.parts), cdiv(block, COLUMNS)),
+            *cells, *of_taps, *of_blocks, total, each, f, own, *to_grad,
+        ) if shares else None,
+        of_gain=_gain_start(gained, plan, view, cells, gains, (total, own * tiles, each, repeats)),
+        written=total * own * f,
+        gained=own * tiles * total,
+    )  # fmt: skip
+
+
+def _gain_start(
+    gained: torch.dtype | None,
+    plan: Plan,
+    view: View,
+    cells: tuple[int, ...],
+    gains: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> Prepared | None:
+    if gained is None:
+        return None
+    total, lines, each, repeats = sizes
+    each = repeats if plan.per_row else repeats * each
+    start = launcher(_gain_adjoint, 1, 1, (gained,), len(view.phase), 128)
+    return start.prepared((total // each, 1, 1), *cells, *gains, total, lines, each, repeats)
 
 
 def disjoint(view: View) -> bool:
@@ -265,34 +273,22 @@ def moments_adjoint_(
     plan: Plan,
 ) -> Tensor | None:
     """As `plain.moments_adjoint_`."""
-    gained = None if gain is None else gain.dtype
-    told = _told(x.shape[0], x.stride(), x.dtype, grad.stride(), grad.dtype, view, plan, gained)
-    block, taps, tiles = told.blocks[0], told.blocks[4], told.tiles
+    gain = None if gain is None else gain.contiguous()  # as what is returned
+    kind = (None, (0, 0, 0, 0)) if gain is None else (gain.dtype, rows_of.gain_strides(gain))
+    told = _told(x.shape[0], x.stride(), x.dtype, grad.stride(), grad.dtype, view, plan, *kind)
     grad_cov = grad_cov.contiguous()
     if told.arrange is not None:
-        arranged = torch.empty_like(grad_cov, dtype=torch.bfloat16 if told.narrow else torch.float32)
-        told.arrange((tiles, tiles, told.own), (arranged, grad_cov), told.f, taps, block)
+        arranged = torch.empty_like(grad_cov, dtype=told.arranged)
+        told.arrange(arranged, grad_cov)
         grad_cov = arranged
-    rows_ = None if told.add is None else grad.new_empty(told.total * told.own * told.f)
-    of_rows = None if gain is None else grad_mean.new_empty(told.own * tiles * told.total)
-    gains = rows_of.gain_strides(gain)
-    told.adjoint(
-        (cdiv(told.total, ROWS), tiles, told.own),
-        (grad, rows_, of_rows, grad_cov, grad_mean.contiguous(), stats.rows, stats.mean.contiguous(), stats.unit,
-         x, gain, draws),
-        *told.cells, *told.taps, *told.places, *gains, *told.blocks, told.total, tiles, told.f, 1.0 / told.total,
-        *told.of_grad,
-    )  # fmt: skip
+    rows_ = None if told.add is None else grad.new_empty(told.written)
+    of_rows = None if gain is None else grad_mean.new_empty(told.gained)
+    rows, mean = stats.rows, stats.mean.contiguous()
+    told.adjoint(grad, rows_, of_rows, grad_cov, grad_mean.contiguous(), rows, mean, stats.unit, x, gain, draws)
     if told.add is not None:
-        told.add(
-            (view.budget[0], told.of_blocks, cdiv(block, COLUMNS)), (grad, rows_, stats.rows, draws),
-            *told.cells, *told.taps, *told.blocks, told.total, told.each, told.f, told.own, *told.of_grad,
-        )  # fmt: skip
-    if gain is None:
+        told.add(grad, rows_, rows, draws)
+    if told.of_gain is None:
         return None
-    each = told.repeats if plan.per_row else told.repeats * told.each
     out = torch.zeros_like(gain)
-    start = launcher(_gain_adjoint, 1, 1, (gain.dtype,), len(view.phase), 128)
-    numbers = (told.total, told.own * tiles, each, told.repeats)
-    start((told.total // each, 1, 1), (out, of_rows, draws), *told.cells, *rows_of.gain_strides(out), *numbers)
+    told.of_gain(out, of_rows, draws)
     return out

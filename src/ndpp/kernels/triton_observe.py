@@ -3,14 +3,16 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..whitening import Moments
 from .plan import Running
-from .triton_launch import cdiv, launcher
+from .triton_launch import Prepared, cdiv, launcher
 
 SIZE = 1024  # entries of a program
 
@@ -79,14 +81,29 @@ def _observe_covariances(flags, delta, running_cov, step_cov, cov, unit, blocks,
     tl.store(step_cov + at, value, inside)
 
 
+class Told(NamedTuple):
+    """The launches for one kind of statistics."""
+
+    means: Prepared
+    covariances: Prepared
+
+
+@functools.lru_cache(4096)
+def _told(blocks: int, f: int, momentum: float | None, more_may_come: bool) -> Told:
+    decay = -math.inf if momentum is None or momentum == 1.0 else math.log1p(-momentum)
+    means = launcher(_observe_means, 8, 1, (), momentum is None, more_may_come, SIZE)
+    covariances = launcher(_observe_covariances, 4, 1, (), SIZE)
+    return Told(
+        means.prepared((1, 1, 1), blocks, f, 1.0 if momentum is None else float(momentum), decay),
+        covariances.prepared((cdiv(blocks * f * f, SIZE), 1, 1), blocks, f),
+    )
+
+
 def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
     """As `plain.observe_`."""
     blocks, f = state.mean.shape
+    told = _told(blocks, f, momentum, more_may_come)
     flags, delta = state.mean.new_empty(4), state.mean.new_empty(blocks * f)
-    decay = -math.inf if momentum is None or momentum == 1.0 else math.log1p(-momentum)
-    rows, mean, cov, unit = (t.contiguous() for t in batch)
-    pointers = (flags, delta, state.mean, state.tracked, state.step_rows, state.step_mean, rows, mean, cov, unit)
-    of_means = launcher(_observe_means, 8, 1, (), momentum is None, more_may_come, SIZE)
-    of_means((1, 1, 1), pointers, blocks, f, 1.0 if momentum is None else float(momentum), decay)
-    pointers = (flags, delta, state.cov, state.step_cov, cov, unit)
-    launcher(_observe_covariances, 4, 1, (), SIZE)((cdiv(cov.numel(), SIZE), 1, 1), pointers, blocks, f)
+    rows, mean, cov, unit = [t.contiguous() for t in batch]
+    told.means(flags, delta, state.mean, state.tracked, state.step_rows, state.step_mean, rows, mean, cov, unit)
+    told.covariances(flags, delta, state.cov, state.step_cov, cov, unit)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .plan import Plan
-from .triton_launch import cdiv, launcher, power_of_two
+from .triton_launch import Prepared, cdiv, launcher, power_of_two
 
 VALUES, WIDEST, WARPS = 4096, 256, 8  # of a tile; lines of one
 PROGRAMS = 528  # at most, of sums; a constant, for one order of sums everywhere
@@ -152,46 +152,83 @@ def _tile(length: int) -> tuple[int, int]:
     return VALUES // wide, wide
 
 
+@functools.lru_cache(4096)
+def _output_told(lies: Lines, dtype: torch.dtype, gained: bool, bias: torch.dtype) -> Prepared:
+    tile = _tile(lies.length)
+    start = launcher(_scale_shift, WARPS, 1, (dtype, gained, bias), lies.last, lies.length % 8 == 0, *tile)
+    grid = (cdiv(lies.lines, tile[0]), cdiv(lies.length, tile[1]), 1)
+    return start.prepared(grid, lies.lines, lies.length, lies.each)
+
+
 def scaled_output_(y: Tensor, gain: Tensor | None, bias: Tensor) -> Tensor:
     """As `plain.scaled_output_`."""
     lies = lines_of(y.shape, y.stride(), bias.dim() == 1)
-    tile = _tile(lies.length)
-    kinds = (y.dtype, gain is None, bias.dtype)
-    start = launcher(_scale_shift, WARPS, 1, kinds, lies.last, lies.length % 8 == 0, *tile)
-    grid = (cdiv(lies.lines, tile[0]), cdiv(lies.length, tile[1]), 1)
-    start(grid, (y, gain, bias), lies.lines, lies.length, lies.each)
+    _output_told(lies, y.dtype, gain is not None, bias.dtype)(y, gain, bias)
     return y
+
+
+class ToldGradient(NamedTuple):
+    """The launches for a gradient that lies like this, and the size of what is between them."""
+
+    scale_sum: Prepared
+    sum_parts: Prepared
+    sums: int
+
+
+@functools.lru_cache(4096)
+def _gradient_told(lies: Lines, dtype: torch.dtype, gained: bool, bias: torch.dtype) -> ToldGradient:
+    tile = _tile(lies.length)
+    wide = cdiv(lies.length, tile[1])
+    parts = max(min(PROGRAMS // wide, cdiv(lies.lines, tile[0])), 1)
+    chunk = cdiv(cdiv(lies.lines, parts), tile[0]) * tile[0]
+    parts = cdiv(lies.lines, chunk)
+    scale_sum = launcher(_scale_sum, WARPS, 3, (dtype, gained), lies.length % 8 == 0, *tile)
+    sum_parts = launcher(_sum_parts, 4, 1, (bias,), PARTS, FEW)
+    return ToldGradient(
+        scale_sum.prepared((parts, wide, 1), lies.lines, lies.length, lies.each, chunk),
+        sum_parts.prepared((cdiv(lies.length, FEW), 1, 1), parts, lies.length),
+        parts * lies.length,
+    )
 
 
 def scaled_gradient(
     grad: Tensor, gain: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As `plain.scaled_gradient`."""
-    lies = lines_of(grad.shape, grad.stride(), len(shape) == 1)
-    tile = _tile(lies.length)
-    wide = cdiv(lies.length, tile[1])
-    parts = max(min(PROGRAMS // wide, cdiv(lies.lines, tile[0])), 1)
-    chunk = cdiv(cdiv(lies.lines, parts), tile[0]) * tile[0]
-    parts = cdiv(lies.lines, chunk)
-    sums = torch.empty(parts * lies.length, dtype=torch.float32, device=grad.device)
+    told = _gradient_told(lines_of(grad.shape, grad.stride(), len(shape) == 1), grad.dtype, gain is not None, dtype)
+    sums = torch.empty(told.sums, dtype=torch.float32, device=grad.device)
     out, total = None if gain is None else torch.empty_like(grad), sums.new_empty(shape, dtype=dtype)
-    start = launcher(_scale_sum, WARPS, 3, (grad.dtype, gain is None), lies.length % 8 == 0, *tile)
-    start((parts, wide, 1), (out, sums, grad, gain), lies.lines, lies.length, lies.each, chunk)
-    start = launcher(_sum_parts, 4, 1, (dtype,), PARTS, FEW)
-    start((cdiv(lies.length, FEW), 1, 1), (total, sums), parts, lies.length)
+    told.scale_sum(out, sums, grad, gain)
+    told.sum_parts(total, sums)
     return grad if out is None else out, total
+
+
+class ToldInner(NamedTuple):
+    """The launches for inner products of samples of this length, and how many parts these have."""
+
+    inner: Prepared
+    over_gain: Prepared
+    parts: int
+
+
+@functools.lru_cache(4096)
+def _inner_told(samples: int, length: int, grad: torch.dtype, dtype: torch.dtype) -> ToldInner:
+    parts = max(min(PROGRAMS // samples, cdiv(length, SIZE), MOST_PARTS), 1)
+    chunk = cdiv(cdiv(length, parts), SIZE) * SIZE
+    parts = cdiv(length, chunk)
+    inner = launcher(_inner, WARPS, 3, (grad, dtype), length % 8 == 0, SIZE)
+    over_gain = launcher(_over_gain, 1, 1, (), MOST_PARTS)
+    return ToldInner(
+        inner.prepared((samples, parts, 1), length, chunk), over_gain.prepared((samples, 1, 1), parts), parts
+    )
 
 
 def gain_adjoint(grad: Tensor, x: Tensor, gain: Tensor, plan: Plan) -> Tensor:
     """As `plain.gain_adjoint`."""
-    samples, length = len(x), x.numel() // len(x)
-    parts = max(min(PROGRAMS // samples, cdiv(length, SIZE), MOST_PARTS), 1)
-    chunk = cdiv(cdiv(length, parts), SIZE) * SIZE
-    parts = cdiv(length, chunk)
-    sums, out = gain.new_empty(samples * parts), torch.empty_like(gain)
-    start = launcher(_inner, WARPS, 3, (grad.dtype, x.dtype), length % 8 == 0, SIZE)
-    start((samples, parts, 1), (sums, grad, x), length, chunk)
-    launcher(_over_gain, 1, 1, (), MOST_PARTS)((samples, 1, 1), (out, sums, gain), parts)
+    told = _inner_told(len(x), x.numel() // len(x), grad.dtype, x.dtype)
+    sums, out = gain.new_empty(len(x) * told.parts), torch.empty_like(gain)
+    told.inner(sums, grad, x)
+    told.over_gain(out, sums, gain)
     return out
 
 

@@ -14,22 +14,12 @@ from torch import Tensor
 from ..sampling import lattice
 from ..whitening import SMALLEST_UNIT, variance_floor
 from .plan import Plan
-from .triton_launch import launcher
+from .triton_launch import Prepared, launcher
 from .triton_rows import places
 
 MODES = {"l1": 0, "rms": 1, "std": 2}
 SIZE, WARPS = 4096, 8  # values at a time
-GRID = (
-    "channels",
-    "m0",
-    "m1",
-    "m2",
-    "b0",
-    "b1",
-    "b2",
-    "step",
-    "each",
-)  # chosen channels, positions, their first, steps
+GRID = ("channels", "m0", "m1", "m2", "b0", "b1", "b2", "step", "each")  # chosen: how many, the first, steps
 STRIDES = ("sb", "sc", "s0", "s1", "s2")
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 FLOOR = tl.constexpr(variance_floor(torch.float32))
@@ -148,20 +138,38 @@ def _grid(shape: tuple[int, ...], most: int | None) -> tuple[int, ...]:
     return math.prod(counts), counts[0], *counts[1:], *more, *firsts, *(0 for _ in more), step, chosen[0].step
 
 
+@functools.lru_cache(4096)
+def _told(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, plan: Plan) -> Prepared:
+    start = launcher(_scale, WARPS, 1, (dtype,), MODES[plan.scale], strides[1] == 1, SIZE)
+    numbers = (*_grid(shape, plan.scale_positions), *places(strides))
+    return start.prepared((shape[0], 1, 1), *numbers, float(plan.scale_eps), math.sqrt(plan.scale_eps))
+
+
 def scale(x: Tensor, plan: Plan) -> Tensor:
     """As `plain.scale`."""
-    gain = torch.empty((len(x), *(1 for _ in x.shape[1:])), dtype=torch.float32, device=x.device)
-    start = launcher(_scale, WARPS, 1, (x.dtype,), MODES[plan.scale], x.stride(1) == 1, SIZE)
-    told = (*_grid(tuple(x.shape), plan.scale_positions), *places(x.stride()))
-    start((len(x), 1, 1), (gain, x), *told, float(plan.scale_eps), math.sqrt(plan.scale_eps))
+    gain = torch.empty((len(x), *[1] * (x.dim() - 1)), dtype=torch.float32, device=x.device)
+    _told(x.shape, x.stride(), x.dtype, plan)(gain, x)
     return gain
+
+
+@functools.lru_cache(4096)
+def _adjoint_told(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    of_grad: tuple[int, ...],
+    grad_dtype: torch.dtype,
+    plan: Plan,
+) -> Prepared:
+    start = launcher(_scale_adjoint, WARPS, 1, (grad_dtype, dtype), MODES[plan.scale], strides[1] == 1, SIZE)
+    numbers = (*_grid(shape, plan.scale_positions), *places(strides), *places(of_grad))
+    return start.prepared((shape[0], 1, 1), *numbers)
 
 
 def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, plan: Plan) -> None:
     """As `plain.scale_adjoint_`."""
-    start = launcher(_scale_adjoint, WARPS, 1, (grad.dtype, x.dtype), MODES[plan.scale], x.stride(1) == 1, SIZE)
-    told = (*_grid(tuple(x.shape), plan.scale_positions), *places(x.stride()), *places(grad.stride()))
-    start((len(x), 1, 1), (grad, x, gain, grad_gain.contiguous()), *told)
+    told = _adjoint_told(x.shape, x.stride(), x.dtype, grad.stride(), grad.dtype, plan)
+    told(grad, x, gain, grad_gain.contiguous())
 
 
 def declines(x: Tensor, plan: Plan) -> str | None:

@@ -13,41 +13,41 @@ from torch import Tensor
 from ..roots import quartic_coefficients
 from ..whitening import Moments
 from . import triton_fold as fold_kernels
+from . import triton_moments as moments_of
 from . import triton_root as small
 from . import triton_root_wide as wide
 from . import triton_rows as rows_of
 from .plan import Folded, Plan, View
-from .triton_launch import INTERPRETED, Launcher, cdiv, launcher, power_of_two
-from .triton_moments import COLUMNS, PEAKS, Gram, gram, moments, positions, smallest_unit
+from .triton_launch import INTERPRETED, Launcher, Prepared, cdiv, launcher, power_of_two
+from .triton_moments import COLUMNS, PEAKS, gram, moments, new_moments, smallest_unit
 
 PROGRAMS, LEAST_STEPS = 264, 4  # of a launch: two for each multiprocessor of an H200; of one program
 
 
 class Told(NamedTuple):
-    """Of a layer and a precision: sizes, numbers and launches."""
+    """Of a layer and a precision: sizes, and the launches that its statistics take."""
 
     own: int  # matrices D
     f: int
-    first_last: int  # blocks from this one on have the width of the last part
-    last_width: int
-    blocks: tuple[int, ...]
-    of_weights: int  # blocks that have weights
-    solve: dict[bool, Launcher]  # by whether features of rows come (tap, channel)
-    solve_given: Launcher
+    solve_given: Prepared
+    solve: Launcher  # where features of rows come (channel, tap)
+    solve_by_tap: Launcher
+    numbers: tuple[float, ...]  # of what solves: after those of the parts of the moments
     solve_adjoint: Launcher
-    wide: tuple[Launcher, ...]
+    adjoint_numbers: tuple[float, ...]
+    wide: tuple[Prepared, ...]
     tiles: int  # of a wide D
-    ridge: tuple[float, float]
 
 
-@functools.lru_cache(1024)
-def _told(plan: Plan, weight: torch.dtype, folded: torch.dtype) -> Told:
+@functools.lru_cache(4096)
+def _told(plan: Plan, folded: torch.dtype) -> Told:
     layout = plan.layout
     own, f = sum(g for g, _ in layout.widths), layout.widths[0][1]
     precision = "tf32" if folded.itemsize == 2 else "tf32x3"
     c, least = tuple(quartic_coefficients(plan.steps)), small.SMALLEST_RIDGE
     size = small.size_of(f)
     warps = small.warps_of(size)
+    block, _, _, _, taps = rows_of.blocks(plan)
 
     def solver(collect: bool, by_tap: bool) -> Launcher:
         constants = (collect, by_tap, c, least, size, COLUMNS, PEAKS, precision)
@@ -64,20 +64,39 @@ def _told(plan: Plan, weight: torch.dtype, folded: torch.dtype) -> Told:
         launcher(wide._quartic_adjoint, *how, c, *told, parts, *tile),
         launcher(wide._finish_adjoint, *how, *told, parts, wide.TILE),
     )
+    ridge, widths = (math.sqrt(plan.eps), float(plan.shrinkage)), (layout.widths[0][0], layout.widths[-1][1])
+    grids, numbers = ((tiles**2, own, 1),) * 4 + ((tiles, own, 1),), (*ridge, *widths)
     return Told(
         own=own,
         f=f,
-        first_last=layout.widths[0][0],
-        last_width=layout.widths[-1][1],
-        blocks=rows_of.blocks(plan),
-        of_weights=layout.groups * sum(part.blocks for part in layout.parts),
-        solve={by_tap: solver(True, by_tap) for by_tap in (False, True)},
-        solve_given=solver(False, False),
+        solve_given=solver(False, False).prepared((own, 1, 1), f, taps, block, 1, 1, 1, 1, 1, 0.0, 0.0, *numbers),
+        solve=solver(True, False),
+        solve_by_tap=solver(True, True),
+        numbers=numbers,
         solve_adjoint=launcher(small._solve_adjoint, warps, 2, (), c, least, size, precision),
-        wide=of_wide,
+        adjoint_numbers=numbers,
+        wide=tuple(w.prepared(grid, f, tiles, *widths, *ridge) for w, grid in zip(of_wide, grids, strict=True)),
         tiles=tiles,
-        ridge=(math.sqrt(plan.eps), float(plan.shrinkage)),
     )
+
+
+@functools.lru_cache(4096)
+def _solving(
+    batch: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    view: View,
+    plan: Plan,
+    gained: torch.dtype | None,
+    gains: tuple[int, ...],
+    folded: torch.dtype,
+) -> tuple[Told, moments_of.Told, Prepared]:
+    """Of a small D: the launch that puts the parts of the moments together and goes on."""
+    told, left = _told(plan, folded), moments_of.told_of(batch, strides, dtype, view, plan, gained, gains)
+    block, _, _, _, taps = rows_of.blocks(plan)
+    numbers = (told.f, taps, block, *left.summed, smallest_unit(plan), left.positions, *told.numbers)
+    start = told.solve_by_tap if strides[1] == 1 else told.solve
+    return told, left, start.prepared((told.own, 1, 1), *numbers)
 
 
 def forward(
@@ -92,16 +111,14 @@ def forward(
     dtype: torch.dtype,
 ) -> tuple[Moments, Folded]:
     """As `plain.forward`: small blocks are solved by the launch that puts their moments together."""
-    told = _told(plan, weight.dtype, dtype)
-    if told.f > small.WIDEST:
+    if plan.layout.widths[0][1] > small.WIDEST:
         batch = moments(x, gain, draws, view, plan)
         return batch, fold(batch, running, weight, bias, plan, dtype)
-    left = gram(x, gain, draws, view, plan)
-    new = left.products.new_empty
-    batch = Moments(new(()), new(told.own, told.f), new(told.own, told.f, told.f), new(()))
-    used = torch.empty_like(batch.cov), torch.empty_like(batch.mean), torch.empty_like(batch.unit)
-    start = told.solve[x.stride(1) == 1]
-    _solve(start, told, used, batch, running, left, smallest_unit(plan), positions(x, view))
+    kind = (None, (0, 0, 0, 0)) if gain is None else (gain.dtype, rows_of.gain_strides(gain))
+    told, of_rows, solve = _solving(x.shape[0], x.stride(), x.dtype, view, plan, *kind, dtype)
+    left = gram(x, gain, draws, of_rows)
+    batch, used = new_moments(left.products, of_rows), _new_used(left.products, told)
+    solve(*used, *batch, *running, *left)
     return batch, Folded(*_folded(*used, weight, bias, plan, dtype), *used)
 
 
@@ -114,69 +131,71 @@ def fold(
     dtype: torch.dtype,
 ) -> Folded:
     """As `plain.fold`."""
-    told = _told(plan, weight.dtype, dtype)
-    batch = Moments(*(t.contiguous() for t in batch))
-    used = torch.empty_like(batch.cov), torch.empty_like(batch.mean), torch.empty_like(batch.unit)
+    told = _told(plan, dtype)
+    batch = Moments(*[t.contiguous() for t in batch])
+    used = _new_used(batch.cov, told)
     if told.f > small.WIDEST:
-        _solve_wide(told, used, batch, running)
+        rows, mean, cov, unit = batch
+        squares, norms = torch.empty_like(cov), cov.new_empty(told.own * told.tiles**2)
+        told.wide[0](squares, norms, rows, cov, unit, running[1])
+        told.wide[1](*used, squares, norms, rows, mean, cov, unit, *running)
     else:
-        _solve(told.solve_given, told, used, batch, running, None, 0.0, 0.0)
+        told.solve_given(*used, *batch, *running, None, None, None)
     return Folded(*_folded(*used, weight, bias, plan, dtype), *used)
 
 
-def _solve(
-    start: Launcher,
-    told: Told,
-    used: tuple[Tensor, Tensor, Tensor],
-    batch: Moments,
-    running: tuple[Tensor, Tensor, Tensor],
-    left: Gram | None,
-    smallest: float,
-    all_positions: float,
-) -> None:
-    partly, numbers = ((None, None, None), (1, 1, 1, 1, 1)) if left is None else (left[:3], left.numbers)
-    block, _, _, _, taps = told.blocks
-    start(
-        (told.own, 1, 1), (*used, *batch, *running, *partly),
-        told.f, taps, block, *numbers, smallest, all_positions, *told.ridge, told.first_last, told.last_width,
-    )  # fmt: skip
+def _new_used(like: Tensor, told: Told) -> tuple[Tensor, Tensor, Tensor]:
+    """D, and μ and unit as used."""
+    new, own, f = like.new_empty, told.own, told.f
+    return new((own, f, f)), new((own, f)), new(())
 
 
-def _solve_wide(
-    told: Told, used: tuple[Tensor, Tensor, Tensor], batch: Moments, running: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    rows, mean, cov, unit = batch
-    squares, norms = torch.empty_like(cov), cov.new_empty(told.own * told.tiles**2)
-    grid, numbers = (told.tiles**2, told.own, 1), _numbers(told)
-    told.wide[0](grid, (squares, norms, rows, cov, unit, running[1]), *numbers)
-    told.wide[1](grid, (*used, squares, norms, rows, mean, cov, unit, *running), *numbers)
+class ToldFold(NamedTuple):
+    """The launches for a weight, and the sizes of what they need."""
+
+    fold: Prepared
+    constant: Prepared
+    outputs: int  # of all groups
 
 
-def _numbers(told: Told) -> tuple[Any, ...]:
-    return told.f, told.tiles, told.first_last, told.last_width, *told.ridge
+@functools.lru_cache(4096)
+def _fold_told(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    folded_strides: tuple[int, ...],
+    folded: torch.dtype,
+    plan: Plan,
+    bias: torch.dtype | None,
+) -> ToldFold:
+    groups, f = plan.layout.groups, plan.layout.widths[0][1]
+    outputs, of_blocks = (shape[1] if plan.transposed else shape[0] // groups), rows_of.blocks(plan)
+    at, of_out = _places(shape, strides, plan), _places(shape, folded_strides, plan)
+    of_weights = groups * sum(part.blocks for part in plan.layout.parts)
+    grid = (cdiv(outputs, fold_kernels.OUTPUTS), cdiv(f, fold_kernels.FEATURES), of_weights)
+    fold = _folding(fold_kernels._fold, plan, dtype, folded, at, of_out)
+    lines = (of_out[2] == 1 and of_blocks[4] > 1, plan.layout.shared, fold_kernels.LINES, fold_kernels.COLUMNS)
+    constant = launcher(fold_kernels._constant, fold_kernels.WARPS_OF_LINES, 2, (folded, bias), *lines)
+    return ToldFold(
+        fold.prepared(grid, f, outputs, *of_blocks, *at, *of_out),
+        constant.prepared((cdiv(outputs, fold_kernels.LINES), groups, 1), f, outputs, *of_blocks, *of_out),
+        outputs * groups,
+    )
 
 
 def _folded(
     d: Tensor, mean: Tensor, unit: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """D·W and b - μ·D·W."""
-    told = _told(plan, weight.dtype, dtype)
-    out, outputs = torch.empty_like(weight, dtype=dtype), plan.outputs(weight) // plan.layout.groups
-    at, of_out = weight_places(weight, plan), weight_places(out, plan)
-    grid = (cdiv(outputs, fold_kernels.OUTPUTS), cdiv(told.f, fold_kernels.FEATURES), told.of_weights)
-    start = _folding(fold_kernels._fold, plan, weight.dtype, dtype, at, of_out)
-    start(grid, (out, weight, d, unit), told.f, outputs, *told.blocks, *at, *of_out)
-    constant = out.new_empty(outputs * plan.layout.groups)
-    by_tap = of_out[2] == 1 and told.blocks[4] > 1
-    lines = (by_tap, plan.layout.shared, fold_kernels.LINES, fold_kernels.COLUMNS)
-    kinds = (dtype, None if bias is None else bias.dtype)
-    start = launcher(fold_kernels._constant, fold_kernels.WARPS_OF_LINES, 2, kinds, *lines)
-    grid = (cdiv(outputs, fold_kernels.LINES), plan.layout.groups, 1)
-    start(grid, (constant, bias, out, mean, unit), told.f, outputs, *told.blocks, *of_out)
+    out = torch.empty_like(weight, dtype=dtype)
+    kind = None if bias is None else bias.dtype
+    told = _fold_told(weight.shape, weight.stride(), weight.dtype, out.stride(), dtype, plan, kind)
+    told.fold(out, weight, d, unit)
+    constant = out.new_empty(told.outputs)
+    told.constant(constant, bias, out, mean, unit)
     return out, constant
 
 
-@functools.lru_cache(1024)
 def _folding(
     kernel: Any,
     plan: Plan,
@@ -215,6 +234,41 @@ def _parts(steps: int, programs: int) -> int:
     return max(min(PROGRAMS // programs, steps // LEAST_STEPS), 1)
 
 
+class ToldAdjoint(NamedTuple):
+    """The launches for the gradient of a weight, and the parts that they leave."""
+
+    fold_adjoint: Prepared
+    solve_adjoint: Prepared | None  # of a small D
+    parts: int
+
+
+@functools.lru_cache(4096)
+def _adjoint_told(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    grad_strides: tuple[int, ...],
+    folded: torch.dtype,
+    plan: Plan,
+) -> ToldAdjoint:
+    told, of_blocks = _told(plan, folded), rows_of.blocks(plan)
+    outputs = shape[1] if plan.transposed else shape[0] // plan.layout.groups
+    many, wide_ = cdiv(outputs, fold_kernels.OUTPUTS), cdiv(told.f, fold_kernels.FEATURES)
+    blocks = plan.layout.groups * sum(part.blocks for part in plan.layout.parts)
+    each = blocks if plan.layout.shared else 1
+    parts = _parts(each * many, wide_ * wide_ * told.own)
+    of_roots = wide_ * wide_ * told.own * parts
+    at, of_grad = _places(shape, strides, plan), _places(shape, grad_strides, plan)
+    start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad)
+    numbers = (told.f, outputs, many, wide_, of_roots, each, parts, told.own)
+    solve = told.solve_adjoint.prepared((told.own, 1, 1), told.f, parts, *told.numbers)
+    return ToldAdjoint(
+        start.prepared((of_roots + many * wide_ * blocks, 1, 1), *numbers, *of_blocks, *at, *of_grad),
+        solve if told.f <= small.WIDEST else None,
+        parts,
+    )
+
+
 def fold_adjoint(
     batch: Moments,
     used: tuple[Tensor, Tensor, Tensor],
@@ -225,53 +279,49 @@ def fold_adjoint(
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `plain.fold_adjoint`."""
-    told = _told(plan, weight.dtype, grad_folded.dtype)
-    d, mean, unit = (t.contiguous() for t in used)
-    if weight_places(grad_folded, plan) is None:
+    if _places(grad_folded.shape, grad_folded.stride(), plan) is None:
         grad_folded = grad_folded.contiguous()
-    outputs = plan.outputs(weight) // plan.layout.groups
-    many, wide_ = cdiv(outputs, fold_kernels.OUTPUTS), cdiv(told.f, fold_kernels.FEATURES)
-    of_weights, each = many * wide_ * told.of_weights, told.of_weights if plan.layout.shared else 1
-    parts = _parts(each * many, wide_ * wide_ * told.own)
+    shape, strides, dtype = weight.shape, weight.stride(), weight.dtype
+    told = _adjoint_told(shape, strides, dtype, grad_folded.stride(), grad_folded.dtype, plan)
+    d, mean, unit = [t.contiguous() for t in used]
     of_weight = torch.empty_like(weight)
-    of_d, of_shift = d.new_empty(parts, *d.shape), d.new_empty(parts, *mean.shape)
-    of_roots = wide_ * wide_ * told.own * parts
-    at, of_grad = weight_places(weight, plan), weight_places(grad_folded, plan)
-    start = _folding(fold_kernels._fold_adjoint, plan, weight.dtype, grad_folded.dtype, at, of_grad)
-    start(
-        (of_roots + of_weights, 1, 1),
-        (of_weight, of_d, of_shift, grad_folded, grad_constant.contiguous(), weight, d, mean, unit),
-        told.f, outputs, many, wide_, of_roots, each, parts, told.own, *told.blocks, *at, *of_grad,
-    )  # fmt: skip
+    of_d, of_shift = d.new_empty((told.parts, *d.shape)), d.new_empty((told.parts, *mean.shape))
+    told.fold_adjoint(of_weight, of_d, of_shift, grad_folded, grad_constant.contiguous(), weight, d, mean, unit)
     if grad_used:
         of_d[0] += (grad_used[0] + grad_used[0].mT) / 2
-    of_mean, of_cov = _solved_adjoint(told, Moments(*(t.contiguous() for t in batch)), d, of_d, of_shift)
+    rows, cov, of_unit = batch.rows, batch.cov.contiguous(), batch.unit
+    of_mean, of_cov = torch.empty_like(mean), torch.empty_like(cov)
+    if told.solve_adjoint is not None:
+        told.solve_adjoint(of_cov, of_mean, of_d, of_shift, d, rows, cov, of_unit)
+    else:
+        _wide_adjoint(_told(plan, grad_folded.dtype), (of_mean, of_cov), d, (of_d, of_shift), (rows, cov, of_unit))
     return of_weight, of_mean + grad_used[1] if grad_used else of_mean, of_cov
 
 
-def _solved_adjoint(told: Told, batch: Moments, d: Tensor, of_d: Tensor, of_shift: Tensor) -> tuple[Tensor, Tensor]:
+def _wide_adjoint(
+    told: Told,
+    out: tuple[Tensor, Tensor],
+    d: Tensor,
+    parts: tuple[Tensor, Tensor],
+    of_batch: tuple[Tensor, Tensor, Tensor],
+) -> None:
     """Gradients of μ and Cov."""
-    rows, _, cov, unit = batch
-    of_mean, of_cov = torch.empty_like(batch.mean), torch.empty_like(cov)
-    if told.f <= small.WIDEST:
-        pointers = (of_cov, of_mean, of_d, of_shift, d, rows, cov, unit)
-        numbers = (told.f, len(of_d), *told.ridge, told.first_last, told.last_width)
-        told.solve_adjoint((told.own, 1, 1), pointers, *numbers)
-        return of_mean, of_cov
-    of_d, of_shift = (t[0] if len(t) == 1 else t.sum(0) for t in (of_d, of_shift))
+    (of_mean, of_cov), (rows, cov, unit) = out, of_batch
+    of_d, of_shift = [t[0] if len(t) == 1 else t.sum(0) for t in parts]
     squares, sums, of_x = torch.empty_like(cov), torch.empty_like(cov), torch.empty_like(cov)
-    norms, inner, projected, traces = (cov.new_empty(told.own * told.tiles**2) for _ in range(4))
-    grid, numbers = (told.tiles**2, told.own, 1), _numbers(told)
-    told.wide[2](grid, (squares, sums, norms, inner, of_d, d, rows, cov, unit), *numbers)
-    told.wide[3](grid, (of_x, projected, traces, squares, sums, norms, of_d, rows, cov, unit), *numbers)
-    pointers = (of_cov, of_mean, of_x, projected, traces, norms, inner, of_shift, d, rows, cov, unit)
-    told.wide[4]((told.tiles, told.own, 1), pointers, *numbers)
-    return of_mean, of_cov
+    norms, inner, projected, traces = [cov.new_empty(told.own * told.tiles**2) for _ in range(4)]
+    told.wide[2](squares, sums, norms, inner, of_d, d, rows, cov, unit)
+    told.wide[3](of_x, projected, traces, squares, sums, norms, of_d, rows, cov, unit)
+    told.wide[4](of_cov, of_mean, of_x, projected, traces, norms, inner, of_shift, d, rows, cov, unit)
 
 
 def weight_places(weight: Tensor, plan: Plan) -> tuple[int, int, int, int] | None:
     """Strides of groups, outputs, channels and taps; None if taps do not lie evenly."""
-    strides, sizes = weight.stride(), weight.shape
+    return _places(weight.shape, weight.stride(), plan)
+
+
+@functools.lru_cache(4096)
+def _places(sizes: tuple[int, ...], strides: tuple[int, ...], plan: Plan) -> tuple[int, int, int, int] | None:
     step, passed = 0, 1
     for size, stride in zip(reversed(sizes[2:]), reversed(strides[2:]), strict=True):
         if size > 1 and step and stride != step * passed:
