@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import ndpp
 from ndpp import kernels
 from ndpp.geometry import Layout
-from ndpp.kernels import Folded, Plan, plain
+from ndpp.kernels import Folded, Plan, cases, plain
 from ndpp.sampling import draw
 from ndpp.whitening import Moments
 from stages import CASES, Case, close, formats, gain_of, some_moments
 
-INTERPRETED = kernels.MODE == "interpret"
+INTERPRETED = cases.MODE == "interpret"
 SLACK = 1 if INTERPRETED else 10  # float32 products of split factors on tensor cores, against float32 ones
 needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_device = pytest.mark.parametrize("device", ["cpu" if INTERPRETED else pytest.param("cuda", marks=needs_cuda)])
@@ -277,7 +277,7 @@ def test_kernel_of_fold(name: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="a device takes promises at their word")
 def test_kernel_of_broken_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are checked: weights in blocks of five channels do not lie in runs of eight."""
-    stages = kernels._of("triton_stages")
+    stages = cases.module("triton_stages")
     monkeypatch.setattr(stages, "_even", lambda places, plan: True)
     stages._fold_told.cache_clear()
     layer, plan, batch, running = folding("conv-last", "cpu")
@@ -396,7 +396,7 @@ def test_kernel_of_passes(name: str, dtype: torch.dtype, channels_last: bool, de
         want = plain.scaled_output_(y.double(), None if own is None else own.double(), bias.double())
         close(got, want, 2 * digits, "output")
     grad = torch.randn_like(y)
-    if kernels._of("triton_passes").declines_output(grad, bias.dim(), True) is None:
+    if cases.module("triton_passes").declines_output(grad, bias.dim(), True) is None:
         for own in (gain, None):
             with poisoned():
                 got, total = taken("scaled_gradient")(grad, own, tuple(bias.shape), torch.float32)
@@ -514,7 +514,7 @@ def test_kernel_of_layers(layer: str, channels_last: bool, device: str, monkeypa
     layout = torch.channels_last if channels_last else torch.contiguous_format
     inputs, outcomes = torch.randn(shape).to(device) + 0.2, []
     for mode in ("interpret" if INTERPRETED else "triton", "plain"):
-        monkeypatch.setattr(kernels, "MODE", mode)
+        monkeypatch.setattr(cases, "MODE", mode)
         torch.manual_seed(1)
         module = build(settings).to(device, memory_format=layout)
         x = inputs.clone(memory_format=layout).requires_grad_()
@@ -617,13 +617,12 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         found = kernels.explain(x, weight, view, plan)
         return [found[stage] for stage in stages]
 
-    monkeypatch.setattr(kernels, "MODE", "plain")
+    monkeypatch.setattr(cases, "MODE", "plain")
     assert reasons() == ["plain: NDPP_KERNELS is plain"] * 3
-    monkeypatch.setattr(kernels, "MODE", "triton")
+    monkeypatch.setattr(cases, "MODE", "triton")
     assert reasons() == ["plain: a tensor on cpu"] * 3
     if not INTERPRETED:
-        monkeypatch.setattr(kernels, "_of", lambda module: pytest.fail(f"{module} is not for a CPU"))
-        monkeypatch.setattr(kernels, "MODE", "interpret")  # so that this machine counts as a device
+        monkeypatch.setattr(cases, "MODE", "interpret")  # so that this machine counts as a device
     assert reasons() == ["kernel"] * 3
     wide = "plain: values of torch.float64"
     assert reasons(x.double(), weight.double()) == [wide] * 3
@@ -636,11 +635,84 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     shared = kernels.explain(x, weight, view, plan, x[:1].expand_as(x))
     assert shared["moments_adjoint_"] == "plain: a gradient whose entries share memory"
-    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
-    assert reasons() == ["plain: triton is not installed"] * 3
+    monkeypatch.setattr(cases, "_has_triton", lambda: False)
+    assert reasons() == ["plain: triton is not installed, or does not load"] * 3
 
 
 def test_unknown_choice_names_the_choices() -> None:
     environment = {**os.environ, "NDPP_KERNELS": "fast"}
     done = subprocess.run([sys.executable, "-c", "import ndpp"], env=environment, capture_output=True, text=True)
     assert "NDPP_KERNELS must be one of triton, plain, interpret; got 'fast'" in done.stderr
+
+
+class OnDevice:
+    """Where a stage would run: a GPU, as far as can be told."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def get_device(self) -> int:
+        return 0
+
+
+def failing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Plan]:
+    """A machine where no kernel can be built, for this reason."""
+
+    def kernel(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "_kernel", lambda stage: kernel)
+    monkeypatch.setattr(cases, "failed", {})
+    monkeypatch.setattr(cases, "MODE", "triton")
+    monkeypatch.setattr(cases, "_has_triton", lambda: True)
+    monkeypatch.setattr(cases, "_unfit", lambda device: None)
+    return torch.randn(3, 4, 5, 5), CASES[3].plan(scale="l1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        subprocess.CalledProcessError(1, "gcc"),
+        FileNotFoundError("ptxas"),
+        ImportError("libtriton"),
+    ],
+    ids=str,
+)
+def test_without_a_compiler_training_goes_on(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once; from then on that device is left to plain PyTorch."""
+    x, plan = failing(error, monkeypatch)
+    on: Any = OnDevice()
+    assert cases.declines(on) is None
+    with pytest.warns(UserWarning, match="plain PyTorch.*NDPP_KERNELS=plain"):
+        got = kernels._run("scale", None, on, x, plan)
+    assert torch.equal(got, plain.scale(x, plan))
+    assert cases.declines(on) == f"its kernels could not be built: {type(error).__name__}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        ("scale", torch.OutOfMemoryError("CUDA out of memory")),
+        ("scale", RuntimeError("CUDA error: an illegal memory access was encountered")),
+        ("observe_", RuntimeError("Failed to find C compiler.")),  # which may have written before
+    ],
+)
+def test_other_errors_of_kernels_are_raised(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, plan = failing(error, monkeypatch)
+    on: Any = OnDevice()
+    with pytest.raises(type(error)):
+        kernels._run(stage, None, on, x, plan)
+    assert cases.declines(on) is None
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((8, 6), True), ((12, 0), True)])
+def test_kernels_are_for_recent_devices(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cases._unfit.cache_clear()
+    try:
+        assert cases._unfit(0) == (None if fits else "compute capability 7.5")
+    finally:
+        cases._unfit.cache_clear()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from benchmarks import kernels as built_for
 
-from ndpp import kernels
+from ndpp.kernels import cases as kernel_cases
 from ndpp.kernels import triton_direct
 from ndpp.kernels.triton_direct import Direct, formats_of
 from stages import Case, cases
@@ -130,7 +130,7 @@ def test_a_compiled_kernel_of_another_make_is_left_to_triton() -> None:
 def test_every_kernel_is_started_directly() -> None:
     """As the installed Triton compiles them: none needs more than its arguments."""
     pytest.importorskip("triton")
-    if kernels.MODE == "interpret":
+    if kernel_cases.MODE == "interpret":
         pytest.skip("the interpreter has no compiler")
     from ndpp.kernels import triton_launch
 

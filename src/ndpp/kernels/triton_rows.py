@@ -202,12 +202,6 @@ def lies_widely(strides: tuple[int, ...], itemsize: int, plan: Plan) -> bool:
     return strides[1] == 1 and itemsize <= 4 and all(value % 8 == 0 for value in others)
 
 
-def fits(x: Tensor) -> bool:
-    """Whether positions within a sample, and all strides, are numbers of 32 bits."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
-    return reach < 2**31 and max(x.stride(), default=0) < 2**31
-
-
 def products(dtype: torch.dtype, interpreted: bool) -> tuple[bool, str]:
     """How products with rows of this dtype are made: of numbers of 16 bits or not, and those of float32 with what.
 

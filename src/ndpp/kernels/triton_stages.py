@@ -34,7 +34,6 @@ class Told(NamedTuple):
     solve_by_tap: Launcher
     numbers: tuple[float, ...]  # of what solves: after those of the parts of the moments
     solve_adjoint: Launcher
-    adjoint_numbers: tuple[float, ...]
     wide: tuple[Prepared, ...]
     tiles: int  # of a wide D
 
@@ -74,7 +73,6 @@ def _told(plan: Plan, folded: torch.dtype) -> Told:
         solve_by_tap=solver(True, True),
         numbers=numbers,
         solve_adjoint=launcher(small._solve_adjoint, warps, 2, (), c, least, size, precision),
-        adjoint_numbers=numbers,
         wide=tuple(w.prepared(grid, f, tiles, *widths, *ridge) for w, grid in zip(of_wide, grids, strict=True)),
         tiles=tiles,
     )
