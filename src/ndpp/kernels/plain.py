@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import adjoints, roots, whitening
 from ..geometry import grouped, ungrouped
-from ..keeping import kept, seen
+from ..keeping import kept, readable, seen
 from ..whitening import Moments
 from .plain_moments import moments, moments_adjoint_
 from .plain_scale import gain_adjoint, scale, scale_adjoint_, scaled_gradient, scaled_output_, scaled_part
@@ -152,6 +152,9 @@ def folded(d: Tensor, stats: Moments, weight: Tensor, bias: Tensor | None, plan:
     """D·W and b - μ·D·W, in the dtype of the weight."""
     groups = plan.layout.groups
     d, mean = d / stats.unit, stats.mean * stats.unit
+    if _lies_by_block(weight, d, plan):
+        product, constant = _folded_in_place(d, mean, weight, plan)
+        return product, -constant if bias is None else bias.to(d.dtype) - constant
     parts, shift = [], None
     for d_part, mean_part, blocks in plan.layout.split(d, mean, grouped(weight.to(d.dtype), groups, plan.transposed)):
         product, constant = whitening.fold(d_part, mean_part, blocks)
@@ -162,6 +165,21 @@ def folded(d: Tensor, stats: Moments, weight: Tensor, bias: Tensor | None, plan:
     product = ungrouped(plan.layout.join(parts), weight, plan.transposed)
     constant = -shift if bias is None else bias.to(d.dtype) - shift
     return product.to(weight.dtype), constant.to(weight.dtype)
+
+
+def _lies_by_block(weight: Tensor, d: Tensor, plan: Plan) -> bool:
+    """Whether the columns of a block lie side by side, on a CPU and outside of a graph: D·W then needs no copy."""
+    recorded = torch.is_grad_enabled() and (weight.requires_grad or d.requires_grad)
+    one_part = plan.layout.groups == 1 and len(plan.layout.parts) == 1 and not plan.transposed
+    return one_part and not recorded and weight.is_contiguous() and weight.dtype == d.dtype and readable(weight)
+
+
+def _folded_in_place(d: Tensor, mean: Tensor, weight: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """D·W and μ·D·W."""
+    product, outputs, blocks = torch.empty_like(weight), len(weight), plan.layout.parts[0].blocks
+    by_block, to = (w.view(outputs, blocks, -1).transpose(0, 1) for w in (weight, product))
+    torch.bmm(by_block, d.expand(blocks, -1, -1), out=to)
+    return product, product.view(outputs, -1).mv(mean.expand(blocks, -1).reshape(-1))
 
 
 def folded_adjoint(
