@@ -15,6 +15,7 @@ from cases import CASES, Case
 from ndpp import geometry as geo
 from ndpp import masking, sampling
 from ndpp import rows as rows_
+from ndpp.layers import padding_pairs
 from oracles import data_matrix
 
 CPU = torch.device("cpu")
@@ -28,7 +29,9 @@ def grid_of(layer: torch.nn.Module, sizes: tuple[int, ...]) -> geo.Grid:
         return geo.transposed_grid(
             sizes, layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding
         )
-    return geo.conv_grid(sizes, layer.kernel_size, layer.stride, layer._padding_pairs(), layer.dilation)
+    return geo.conv_grid(
+        sizes, layer.kernel_size, layer.stride, padding_pairs(layer._reversed_padding_repeated_twice), layer.dilation
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -29,6 +29,11 @@ def readable(t: Tensor) -> bool:
     return t.device.type == "cpu" and not is_traced()
 
 
+def works_apart(t: Tensor) -> bool:
+    """Whether it lies on a GPU, which works beside the host."""
+    return t.is_cuda
+
+
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has products of bfloat16 numbers: without them they are slower than those of float32."""

@@ -22,7 +22,7 @@ from .recorded import product_dtype
 from .settings import Settings
 
 Sizes = int | tuple[int, ...]
-known_grid = remembered(conv_grid)
+known_positions = remembered(pointwise_grid)
 
 
 class Linear(Decorrelated, nn.Linear):
@@ -52,7 +52,7 @@ class Linear(Decorrelated, nn.Linear):
         if not is_tensor or input.shape[-1] != self.in_features or self.weight.numel() == 0:
             return self._call(super().forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input[None] if input.dim() == 1 else input
-        y: Tensor = self._call(self._forward, x.movedim(-1, 1), pointwise_grid(x.shape[1:-1]), linear, input)
+        y: Tensor = self._call(self._forward, x.movedim(-1, 1), known_positions(x.shape[1:-1]), linear, input)
         return y[0] if input.dim() == 1 else y
 
 
@@ -61,6 +61,28 @@ def _has_channels(layer: _ConvNd, input: object) -> bool:
     n = len(layer.kernel_size)
     fits = isinstance(input, Tensor) and input.dim() in (n + 1, n + 2) and input.shape[-n - 1] == layer.in_channels
     return fits and layer.weight.numel() > 0
+
+
+def padding_pairs(flat: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Of every axis, from what `F.pad` takes."""
+    return tuple([(flat[i], flat[i + 1]) for i in range(len(flat) - 2, -1, -2)])
+
+
+@remembered
+def accepted_grid(
+    sizes: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    mode: str,
+) -> Grid | None:
+    """Of an input of these sizes, or None for one that torch.nn does not take."""
+    pairs, most = padding_pairs(padding), {"reflect": -1, "circular": 0}.get(mode)
+    grid = conv_grid(sizes, kernel, stride, pairs, dilation)
+    axes = grid.phases[0]
+    fits = most is None or all(max(pair) <= axis.size + most for pair, axis in zip(pairs, axes, strict=True))
+    return grid if fits and all([axis.size > 0 and axis.count > 0 for axis in axes]) else None
 
 
 class _Conv(Decorrelated, _ConvNd):
@@ -92,10 +114,11 @@ class _Conv(Decorrelated, _ConvNd):
         self._setup(settings, self.groups, self.in_channels, self.kernel_size)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self._accepts(input):
+        grid = self._accepted(input)
+        if grid is None:
             return self._call(self._stock_forward, input)  # type: ignore[no-any-return]  # torch.nn's own error
         x = input if input.dim() == len(self.kernel_size) + 2 else input[None]
-        y: Tensor = self._call(self._forward, x, self._grid(x), self._operation(x), input)
+        y: Tensor = self._call(self._forward, x, grid, self._operation(x), input)
         return y if input.dim() == x.dim() else y[0]
 
     def _stock_forward(self, input: Tensor) -> Tensor:
@@ -105,30 +128,20 @@ class _Conv(Decorrelated, _ConvNd):
 
     def _operation(self, x: Tensor) -> Operation:
         """The stock operation, or what computes the same in training on a GPU."""
-        if x.is_cuda and self.training and self.kernel_size == self.stride == (1, 1) and self.groups == 1:
+        if self.training and self.kernel_size == self.stride == (1, 1) and self.groups == 1:
             unpadded = not any(self._reversed_padding_repeated_twice)
             if unpadded and suits_pointwise(x, product_dtype(x, self.weight)):
                 return pointwise
         convolve: Operation = self._conv_forward
         return convolve
 
-    def _grid(self, input: Tensor) -> Grid:
-        """Of an input with or without a batch."""
-        sizes = tuple(input.shape[-len(self.kernel_size) :])
-        return known_grid(sizes, self.kernel_size, self.stride, self._padding_pairs(), self.dilation)
-
-    def _padding_pairs(self) -> tuple[tuple[int, int], ...]:
-        flat: Sequence[int] = self._reversed_padding_repeated_twice  # 'same' and 'valid' are numbers here
-        return tuple([(flat[i], flat[i + 1]) for i in range(len(flat) - 2, -1, -2)])
-
-    def _accepts(self, input: Tensor) -> bool:
-        """Whether torch.nn would take this input; what it would not take is left to it, for its own error."""
+    def _accepted(self, input: Tensor) -> Grid | None:
+        """The grid of an input with or without a batch; None for what is left to torch.nn, for its own error."""
         if not _has_channels(self, input):
-            return False
-        axes, most = self._grid(input).phases[0], {"reflect": -1, "circular": 0}.get(self.padding_mode)
-        pairs = self._padding_pairs()
-        fits = most is None or all(max(pair) <= axis.size + most for pair, axis in zip(pairs, axes, strict=True))
-        return fits and all([axis.size > 0 and axis.count > 0 for axis in axes])
+            return None
+        sizes: Any = input.shape[-len(self.kernel_size) :]
+        padding = tuple(self._reversed_padding_repeated_twice)  # 'same' and 'valid' are numbers here
+        return accepted_grid(sizes, self.kernel_size, self.stride, padding, self.dilation, self.padding_mode)
 
 
 class Conv1d(_Conv, nn.Conv1d):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .keeping import readable
+from .keeping import readable, works_apart
 
 Operation = Callable[..., Tensor]
 
@@ -46,7 +46,7 @@ def shifted_output(operation: Operation, x: Tensor, weight: Tensor, bias: Tensor
     """operation(x, weight) + b with channels in axis 1; bias and its gradient by the faster of two ways."""
     if _is_transformed() or not torch.is_grad_enabled():
         return operation(x, weight, bias)
-    if x.is_cuda and operation is not pointwise:
+    if works_apart(x) and operation is not pointwise:
         shifted: Tensor = Shift.apply(operation(x, weight, None), bias, True)
         return shifted
     if bias.requires_grad and x.dtype == torch.float32 and x.stride(1) == 1 and readable(x):
@@ -120,7 +120,7 @@ def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def suits_pointwise(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether a product is best for such a convolution: of 16 bits, with channels last, on a GPU."""
-    return x.is_cuda and dtype.itemsize == 2 and x.is_contiguous(memory_format=torch.channels_last)
+    return works_apart(x) and dtype.itemsize == 2 and x.is_contiguous(memory_format=torch.channels_last)
 
 
 class Pointwise(torch.autograd.Function):

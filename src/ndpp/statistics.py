@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,9 @@ from .whitening import Moments, in_unit, merge, statistics_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+STATE = operator.itemgetter("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
 
 
 class RunningMoments(nn.Module):
@@ -79,7 +83,7 @@ class RunningMoments(nn.Module):
 
     def _forget(self) -> None:
         """What belongs to this object alone, and neither to its state nor to a copy."""
-        self._awaiting: weakref.ref[_Token] | None = None  # the graph of the latest call, while it lives
+        self._present = PresentStep()
         self._seen_masked: set[bool] = set()  # whether calls in this mode were under a mask, for those that run again
         self._cache: tuple[tuple[object, ...], list[int], tuple[Tensor, Tensor, Tensor]] | None = None
         self._collecting: Literal["batch", "running"] | None = None  # gathers all data seen, and uses these statistics
@@ -97,28 +101,32 @@ class RunningMoments(nn.Module):
 
     # --- training ---
 
-    @torch.no_grad()
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        if not readable(self.step_rows):
-            buffers = self.running_mean, self.running_cov, self.num_batches_tracked
-            state = Running(*buffers, self.step_rows, self.step_mean, self.step_cov)
-            if torch.compiler.is_compiling():
+        state = Running(*STATE(self._buffers))
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
                 observe_op_(*state, [*batch], self.settings.momentum, more_may_come)
-            else:
-                observe_(state, batch, self.settings.momentum, more_may_come)
             return
-        new, usable = absolute(batch, self.step_rows)
-        if usable:
-            self._observe_now(new)
-        if not more_may_come:
-            self.step_rows.zero_()
+        self._present.open = more_may_come
+        if readable(state.cov):
+            self._observe_now(batch, more_may_come)
+        else:
+            observe_(state, batch, self.settings.momentum, more_may_come)
 
     def _step(self) -> Moments:
         return Moments(self.step_rows, self.step_mean, self.step_cov, torch.ones_like(self.step_rows))
 
-    def _observe_now(self, new: Moments) -> None:
-        """Where it is known that there is something to observe, and if it begins a step."""
+    @torch.no_grad()
+    def _observe_now(self, batch: Moments, more_may_come: bool) -> None:
+        """Where it can be asked whether there is something to observe, and if it begins a step."""
+        new, usable = absolute(batch, self.step_rows)
+        if usable:
+            self._observe_usable(new)
+        if not more_may_come:
+            self.step_rows.zero_()
+
+    def _observe_usable(self, new: Moments) -> None:
         fresh = bool(self.step_rows == 0)
         step = new if fresh else merge(self._step(), new)
         self.num_batches_tracked.add_(int(fresh))
@@ -168,12 +176,13 @@ class RunningMoments(nn.Module):
 
     def _begin_call(self, awaits_backward: bool) -> object | None:
         """Before a call: begin a step, unless outputs of this one still await their backward pass. Its token."""
-        if self._awaiting is None or self._awaiting() is None:
+        awaiting = self._present.awaiting
+        if awaiting is None or awaiting() is None:
             self._new_step()  # the last call's graph is gone, with or without a backward pass
         if not awaits_backward:
             return None
         token = _Token()
-        self._awaiting = weakref.ref(token)
+        self._present.awaiting = weakref.ref(token)
         return token
 
     def _end_step_after(self, shift: Tensor) -> tuple[Tensor, bool]:
@@ -188,8 +197,9 @@ class RunningMoments(nn.Module):
         return ended, True
 
     def _new_step(self) -> None:
-        if torch.is_inference_mode_enabled() or not self.step_rows.is_inference():
+        if self._present.open and (torch.is_inference_mode_enabled() or not self.step_rows.is_inference()):
             self.step_rows.zero_()
+            self._present.open = False
 
     # --- evaluation ---
 
@@ -225,6 +235,7 @@ class RunningMoments(nn.Module):
         if mode != self.training:
             self._cache = None
             self._seen_masked = set()
+            self._present.open = True  # as far as is known: compiled code keeps no account
             self._new_step()
         super().train(mode)
         return self
@@ -311,11 +322,18 @@ _PLAIN_STATE = (
     "no statistics in this state; if it is that of a plain model, load it before ndpp.convert_(model, "
     "calibration=batches), or with strict=False to evaluate as that model"
 )
-_OWN = ("_awaiting", "_seen_masked", "_cache", "_collecting")
+_OWN = ("_present", "_seen_masked", "_cache", "_collecting")
 
 
 class _Token:
     """Lives exactly as long as the graph of one call."""
+
+
+class PresentStep:
+    """What the host knows of the step that a layer is in."""
+
+    awaiting: weakref.ref[_Token] | None = None  # the graph of its latest call, while it lives
+    open = True  # whether there may be rows of it
 
 
 class _EndOfStep(torch.autograd.Function):

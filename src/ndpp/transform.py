@@ -27,12 +27,20 @@ from .whitening import Moments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .statistics import RunningMoments
+
 
 class Again(NamedTuple):
     """What a backward pass that is itself differentiated needs: the call once more, with a graph."""
 
     run: Callable[[Tensor, Tensor, Tensor | None], Sequence[Tensor | None]]
-    token: object  # lives as long as the graph of the call
+    tokens: object  # live as long as the graph of the call
+    layers: Sequence[RunningMoments]  # whose step it is
+
+    def end_step(self) -> None:
+        """The backward pass has come, and their rows are zero."""
+        for layer in self.layers:
+            layer._present.open = False
 
     def gradients(self, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of the inputs, differentiable."""
@@ -90,7 +98,7 @@ class Transform(torch.autograd.Function):
             batch, kept = (local, ()) if group is None else sync.join_forward(local, group)
             of_rank = () if group is None else (*local, *kept)
             folded, constant, *used = stage.fold([*batch], running, weight, bias, key, dtype)
-        alias = torch.ops.aten.alias(x)  # with the strides of x: a view would change those of axes of size 1
+        alias = torch.ops.aten.alias.default(x)  # with the strides of x: a view would change those of axes of size 1
         ctx.save_for_backward(x, weight, bias, draws, gain, *batch, *used, *of_rank)
         ctx.told = axes, rows, key, plan, group, step_rows, again, link, lead, dtype
         ctx.set_materialize_grads(False)
@@ -114,6 +122,8 @@ class Transform(torch.autograd.Function):
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
+        if again is not None and step_rows:
+            again.end_step()
         if lead is not None:
             lead.clear()
         rest = (None,) * (13 + len(step_rows))

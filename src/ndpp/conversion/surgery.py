@@ -33,7 +33,7 @@ _HARMLESS = {  # what a subclass may define of its own
 # What our layers hold beside the stock ones: buffers, and attributes of the object.
 STATE = ("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
 _PLANS = ("_plan", "_plan_key", "_plan_unscaled", "_plan_unscaled_key")
-_CALLS = ("_awaiting", "_seen_masked", "_cache", "_collecting", "_meeting")
+_CALLS = ("_present", "_seen_masked", "_cache", "_collecting", "_meeting")
 OWN = ("_settings", "layout", "_label", *_PLANS, *_CALLS, "_stock")
 _OF_FOLDED = ("scale", "scale_eps", "scale_per_row", "scale_positions", "scales")
 _TAKEN = (*STATE, *OWN, *_OF_FOLDED, "settings", "q_proj", "k_proj", "v_proj")

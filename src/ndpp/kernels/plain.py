@@ -222,6 +222,7 @@ def newest_weight(tracked: Tensor, momentum: float | None, dtype: torch.dtype) -
     return torch.where(t > 1, weight, 1.0)  # not all but a rounding: the start may be much larger than the step
 
 
+@torch.no_grad()
 def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
     """Take a call's moments into the step, and the step into the running statistics, without asking the device."""
     new, usable = absolute(batch, state.step_rows)

@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 SLOT = 8  # bytes of an argument; all of them are of 8 bytes or less, and little-endian
 FORMATS = {"i32": "i4x", "fp32": "f4x"}
 SCRATCH = 2  # pointers that Triton adds after the arguments of a kernel, null where it asks for no scratch memory
-CONFIG, STREAM = struct.Struct("<7I4xQQI4x"), struct.Struct("<Q")  # CUlaunchConfig: sizes, stream, no attributes
-AT_STREAM = 32
-pack_stream_into = STREAM.pack_into
+CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, threads and shared memory; stream; no attributes
+AT_STREAM, REST = 32, 16  # of it: where the stream stands, and bytes after that
+ALIGNED = 16  # bytes; where a pointer is not, there are no wide loads
+data_ptr = Tensor.data_ptr
 Start = Callable[..., int]
 
 
 class _Memory(NamedTuple):
     """What one launch is told; of this launch alone while it is being started."""
 
-    slots: Any  # arguments
-    config: Any
-    address_of_config: int
-    address_of_places: int  # of pointers to the arguments
+    told: Any  # its configuration, then its arguments
+    address: int  # of these, and so of the configuration
+    places: int  # address of pointers to the arguments
     kept: Any
 
 
@@ -44,32 +46,32 @@ class Direct:
         self, compiled: Any, pointers: int, formats: Sequence[str], grid: tuple[int, int, int], numbers: Sequence[float]
     ) -> None:
         self._compiled, self._function, self._start = compiled, int(compiled.function), driver()
-        self._pack = struct.Struct(f"<{pointers}Q").pack_into
+        self._pack = struct.Struct(f"<Q{REST}x{pointers}Q").pack_into  # stream and pointers, and what is zero between
         shape = (*grid, 32 * int(compiled.metadata.num_warps), 1, 1, int(compiled.metadata.shared))
-        self._config = CONFIG.pack(*shape, 0, 0, 0)
         arguments = struct.pack("<" + "".join(formats), *numbers)
-        self._slots = bytes(SLOT * pointers) + arguments + bytes(SLOT * SCRATCH)
+        self._told = CONFIG.pack(*shape, 0, 0, 0) + bytes(SLOT * pointers) + arguments + bytes(SLOT * SCRATCH)
         self._free: list[_Memory] = []  # of launches that are over; the driver has copied it
 
-    def __call__(self, addresses: Sequence[int], device: int) -> bool:
-        """Start it on the current stream of the device; False where the driver would not."""
+    def __call__(self, pointers: Iterable[Tensor], device: int) -> bool:
+        """Start it on the current stream of the device; False where it was not."""
+        addresses = [*map(data_ptr, pointers)]
+        if functools.reduce(operator.or_, addresses) % ALIGNED:
+            return False
         try:
             memory = self._free.pop()  # threads may take turns at any moment
         except IndexError:
             memory = self._memory()
-        slots, config, address_of_config, address_of_places, _ = memory
-        self._pack(slots, 0, *addresses)
-        pack_stream_into(config, AT_STREAM, torch._C._cuda_getCurrentRawStream(device))
-        code = self._start(address_of_config, self._function, address_of_places, None)  # type: ignore[misc]
+        told, address, places, _ = memory
+        self._pack(told, AT_STREAM, torch._C._cuda_getCurrentRawStream(device), *addresses)
+        code = self._start(address, self._function, places, None)  # type: ignore[misc]
         self._free.append(memory)
         return code == 0
 
     def _memory(self) -> _Memory:
-        slots = ctypes.create_string_buffer(self._slots, len(self._slots))
-        config = ctypes.create_string_buffer(self._config, len(self._config))
-        first = ctypes.addressof(slots)
-        places = (ctypes.c_void_p * (len(slots) // SLOT))(*range(first, first + len(slots), SLOT))
-        return _Memory(slots, config, ctypes.addressof(config), ctypes.addressof(places), places)
+        told = ctypes.create_string_buffer(self._told, len(self._told))
+        first, last = ctypes.addressof(told) + CONFIG.size, ctypes.addressof(told) + len(told)
+        places = (ctypes.c_void_p * ((last - first) // SLOT))(*range(first, last, SLOT))
+        return _Memory(told, ctypes.addressof(told), ctypes.addressof(places), places)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .triton_direct import Direct, direct_start
+from .triton_direct import ALIGNED, Direct, direct_start
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ALIGNED = 16  # bytes; where a pointer is not, there are no wide loads
 
 
 class Launch(NamedTuple):
@@ -50,6 +50,11 @@ class Launcher:
         """Of which all is known but the pointers."""
         return Prepared(self, grid, numbers)
 
+    def start(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> Any:
+        """By Triton, which compiles it if need be; what it has compiled."""
+        options = {} if INTERPRETED else {"num_warps": self.warps, "num_stages": self.stages}
+        return self.kernel[grid](*pointers, *numbers, *self.constants, **options)
+
 
 class Prepared:
     """A launch with its grid and its numbers."""
@@ -57,40 +62,41 @@ class Prepared:
     def __init__(self, launcher: Launcher, grid: tuple[int, int, int], numbers: tuple[float, ...]) -> None:
         self.launcher, self.grid, self.numbers = launcher, grid, numbers
         self._direct: dict[int, Direct | None] = {}  # by device
+        self._whole = False  # none of its pointers is None
 
     def __call__(self, *pointers: Tensor | None) -> None:
         """Start it on the current device, without waiting for it."""
         if recorded is None and not INTERPRETED:
             device = torch._C._cuda_getDevice()
             direct = self._direct.get(device)
-            if direct is not None:
-                bits, addresses = 0, [t.data_ptr() for t in pointers if t is not None]
-                for address in addresses:
-                    bits |= address
-                if bits % ALIGNED == 0 and direct(addresses, device):
-                    return
+            if direct is not None and direct(pointers if self._whole else _present(pointers), device):
+                return
         self._start(pointers)
 
     def _start(self, pointers: tuple[Tensor | None, ...]) -> None:
         """By Triton itself; or not at all, where launches are recorded."""
         by = self.launcher
-        arguments = (*pointers, *self.numbers, *by.constants)
         if recorded is not None:
+            arguments = (*pointers, *self.numbers, *by.constants)
             recorded.append(Launch(by.kernel, self.grid, arguments, by.warps, by.stages))
             return
         if INTERPRETED:
-            by.kernel[self.grid](*arguments)
+            by.start(self.grid, pointers, self.numbers)
             return
-        device, aligned = torch._C._cuda_getDevice(), all([t is None or t.data_ptr() % ALIGNED == 0 for t in pointers])
+        device, present = torch._C._cuda_getDevice(), _present(pointers)
+        aligned = all([t.data_ptr() % ALIGNED == 0 for t in present])
         if aligned and device in by.compiled and device not in self._direct:
-            present = [t.data_ptr() for t in pointers if t is not None]
             direct = direct_start(by.compiled[device], len(present), self.grid, self.numbers)
-            self._direct[device] = direct
+            self._direct[device], self._whole = direct, len(present) == len(pointers)
             if direct is not None and direct(present, device):
                 return
-        compiled = by.kernel[self.grid](*arguments, num_warps=by.warps, num_stages=by.stages)
+        compiled = by.start(self.grid, pointers, self.numbers)
         if aligned:
             by.compiled.setdefault(device, compiled)
+
+
+def _present(pointers: tuple[Tensor | None, ...]) -> Sequence[Tensor]:
+    return [t for t in pointers if t is not None]
 
 
 @functools.cache
