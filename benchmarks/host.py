@@ -128,7 +128,7 @@ def pretended_device() -> Iterator[None]:
     nothing = ctypes.CDLL(None).labs  # of the C library: it is called, reads a number and returns
     nothing.argtypes = [ctypes.c_void_p] * 4
     patches: list[tuple[Any, str, Any]] = [
-        (cases, "declines", lambda x: None),
+        (cases, "_unfit", lambda mode, kind, number: None),
         (triton_direct, "driver", lambda: lambda *arguments: nothing(*arguments) and 0),
         (triton_launch, "INTERPRETED", False),
         (triton_launch.Launcher, "start", compiled),

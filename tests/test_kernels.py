@@ -10,7 +10,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,31 @@ def test_kernel_of_fold(name: str, dtype: torch.dtype, device: str) -> None:
     )
     close(back[1], right[1], exact, "mean, with what others send")
     close(back[2], (right[2] + right[2].mT) / 2, exact, "cov, with what others send")
+
+
+@on_device
+@pytest.mark.parametrize("name", ["linear-128", "conv-blocks"])
+def test_kernel_of_fold_in_parts(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where outputs are many, the gradient of D comes in parts of them."""
+    stages = cases.module("triton_stages")
+    monkeypatch.setattr(stages, "LEAST_STEPS", 1)
+    stages._adjoint_told.cache_clear()
+    layer, plan, batch, running = folding(name, device)
+    weight = layer.weight.detach()
+    want = plain.fold(in_double(batch), running, weight.double(), None, plan, torch.float64)
+    grads, more = (torch.randn_like(weight), torch.randn(len(weight), device=device)), torch.randn_like(batch.cov)
+    try:
+        told = stages._adjoint_told(weight.shape, weight.stride(), weight.dtype, weight.stride(), weight.dtype, plan)
+        assert told.parts == 2
+        used = tuple(t.float() for t in want[2:])
+        with poisoned():
+            back = taken("fold_adjoint")(batch, used, weight, *grads, (more, batch.mean), plan)
+    finally:
+        stages._adjoint_told.cache_clear()
+    doubled = [t.double() for t in (*want[2:], weight, *grads, more, batch.mean)]
+    right = plain.fold_adjoint(in_double(batch), doubled[:3], doubled[3], *doubled[4:6], doubled[6:], plan)
+    for value, wanted, part in zip(back, right, ("weight", "mean", "cov"), strict=True):
+        close(value, (wanted + wanted.mT) / 2 if part == "cov" else wanted, 1e-5 * SLACK, part)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a device takes promises at their word")
@@ -607,6 +632,15 @@ def test_all_kernels_build(shape: built_for.Shape, dtype: torch.dtype) -> None:
 # --- who takes a case ---
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What is known of devices is found out again, before and after."""
+    cases._unfit.cache_clear()
+    yield
+    cases._unfit.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[7]
     x, view, plan = case.input(), case.view(), case.plan(solver="quartic")
@@ -636,6 +670,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = kernels.explain(x, weight, view, plan, x[:1].expand_as(x))
     assert shared["moments_adjoint_"] == "plain: a gradient whose entries share memory"
     monkeypatch.setattr(cases, "_has_triton", lambda: False)
+    cases._unfit.cache_clear()
     assert reasons() == ["plain: triton is not installed, or does not load"] * 3
 
 
@@ -663,9 +698,7 @@ def failing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "_kernel", lambda stage: kernel)
     monkeypatch.setattr(cases, "failed", {})
-    monkeypatch.setattr(cases, "MODE", "triton")
-    monkeypatch.setattr(cases, "_has_triton", lambda: True)
-    monkeypatch.setattr(cases, "_unfit", lambda device: None)
+    monkeypatch.setattr(cases, "_unfit", lambda mode, kind, number: None)
     return torch.randn(3, 4, 5, 5), CASES[3].plan(scale="l1")
 
 
@@ -711,8 +744,4 @@ def test_kernels_are_for_recent_devices(
     capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    cases._unfit.cache_clear()
-    try:
-        assert cases._unfit(0) == (None if fits else "compute capability 7.5")
-    finally:
-        cases._unfit.cache_clear()
+    assert cases._too_old(0) == (None if fits else "compute capability 7.5")

@@ -76,10 +76,10 @@ def test_every_argument_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     direct = started_by(driver, monkeypatch)
     rounded = [struct.unpack("<f", struct.pack("<f", n))[0] if isinstance(n, float) else n for n in NUMBERS]
-    for first in (2**47 + 16, 0):
-        assert direct((first, 32), 3)
-        shape = [5, 6, 7, 256, 1, 1, 70000]
-        assert driver.seen[-1] == (2**40 + 5, shape, 1003, None, [first, 32, 0, 0], rounded)
+    for first, second in ((torch.zeros(8), torch.zeros(4)), (torch.zeros(0), torch.zeros(5))):
+        assert direct((first, second), 3)
+        shape, addresses = [5, 6, 7, 256, 1, 1, 70000], [first.data_ptr(), second.data_ptr(), 0, 0]
+        assert driver.seen[-1] == (2**40 + 5, shape, 1003, None, addresses, rounded)
     assert len(direct._free) == 1  # one set of arguments serves launches that follow each other
 
 
@@ -90,17 +90,24 @@ def test_launches_at_a_time_have_arguments_of_their_own(monkeypatch: pytest.Monk
         def __call__(self, *arguments: Any) -> int:
             found.append(len(found))
             if len(found) == 1:
-                assert direct((48, 64), 1)  # another thread takes its turn
+                assert direct((y, x), 1)  # another thread takes its turn
             return super().__call__(*arguments)
 
-    driver = Nested()
+    driver, x, y = Nested(), torch.zeros(8), torch.zeros(8)
     direct = started_by(driver, monkeypatch)
-    assert direct((16, 32), 0)
-    assert [(seen[2], seen[4][:2]) for seen in driver.seen] == [(1001, [48, 64]), (1000, [16, 32])]
+    assert direct((x, y), 0)
+    at = [x.data_ptr(), y.data_ptr()]
+    assert [(seen[2], seen[4][:2]) for seen in driver.seen] == [(1001, at[::-1]), (1000, at)]
 
 
 def test_what_the_driver_refuses_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not started_by(Driver(code=201), monkeypatch)((16, 32), 0)
+    assert not started_by(Driver(code=201), monkeypatch)((torch.zeros(8), torch.zeros(8)), 0)
+
+
+def test_pointers_that_are_not_aligned_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    assert not started_by(driver, monkeypatch)((torch.zeros(8), torch.zeros(8)[1:]), 0)
+    assert driver.seen == []
 
 
 @pytest.mark.parametrize(

@@ -41,42 +41,41 @@ def explain(x: Tensor, weight: Tensor, view: View, plan: Plan, grad: Tensor | No
     return {stage: "kernel" if reason is None else f"plain: {reason}" for stage, reason in reasons.items()}
 
 
-def _declines_device(device: int) -> str | None:
-    reason = _unfit(device)
-    return failed.get(device) if reason is None else reason
+def declines(x: Tensor) -> str | None:
+    """What holds for every kernel, as the first tensor of a call shows it."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return "traced"
+    kind, number = ("cuda", x.get_device()) if x.is_cuda else (x.device.type, -1)
+    reason = _unfit(MODE, kind, number)
+    if reason is not None or number in failed:
+        return failed[number] if reason is None else reason
+    return "under a function transform of torch.func" if torch._C._functorch.peek_interpreter_stack() else None
 
 
 @functools.cache
-def _unfit(device: int) -> str | None:
+def _unfit(mode: str, kind: str, number: int) -> str | None:
+    """Of a device and of this machine, which stay as they are."""
+    if mode == "plain":
+        return "NDPP_KERNELS is plain"
+    if kind != ("cuda" if mode == "triton" else "cpu"):
+        return f"a tensor on {kind}"
+    if not _has_triton():
+        return "triton is not installed, or does not load"
+    return None if kind == "cpu" else _too_old(number)
+
+
+def _too_old(number: int) -> str | None:
     if torch.version.hip is not None:
         return "a device of ROCm"
-    capability = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(number)
     return f"compute capability {capability[0]}.{capability[1]}" if capability < LEAST_CAPABILITY else None
 
 
-@functools.cache
 def _has_triton() -> bool:
     try:
         return module("triton_launch") is not None
     except ImportError:
         return False
-
-
-def declines(x: Tensor) -> str | None:
-    """What holds for every kernel, as the first tensor of a call shows it."""
-    if MODE == "plain":
-        return "NDPP_KERNELS is plain"
-    if not (x.is_cuda if MODE == "triton" else x.device.type == "cpu"):
-        return f"a tensor on {x.device.type}"
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return "traced"
-    if not _has_triton():
-        return "triton is not installed, or does not load"
-    if x.is_cuda and (reason := _declines_device(x.get_device())) is not None:
-        return reason
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "under a function transform of torch.func"
-    return None
 
 
 def _recorded(*tensors: Tensor | None) -> bool:

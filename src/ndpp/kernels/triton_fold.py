@@ -203,7 +203,7 @@ def _root_gradient(
     ]
 )  # fmt: skip
 def _fold_adjoint(
-    of_weight, of_d, of_shift, grad, constants, weight, d, mean, unit_of_used,
+    of_weight, of_d, grad, constants, weight, d, mean, unit_of_used,
     f, outputs, many, wide, of_roots, each, parts, owns,
     block, full_blocks, full, group_channels, taps, wg, wo, wc, wt, vg, vo, vc, vt,
     SHARED: tl.constexpr, BY_TAP: tl.constexpr, EVEN: tl.constexpr, EVEN_LINES: tl.constexpr, EVEN_OUT: tl.constexpr,
@@ -221,8 +221,9 @@ def _fold_adjoint(
         rest = number // (wide * wide)
         if tile_i <= tile_j:
             _root_gradient(
-                of_d, of_shift, grad, constants, weight, mean, unit, rest % owns, rest // owns, parts, tile_i, tile_j,
-                each, f, outputs, blocks, strides, of_folded, owns, BY_TAP, EVEN, NARROW, OUTPUTS, FEATURES, PRECISION,
+                of_d, of_d + (parts * owns).to(tl.int64) * f * f, grad, constants, weight, mean, unit,
+                rest % owns, rest // owns, parts, tile_i, tile_j, each, f, outputs, blocks, strides, of_folded, owns,
+                BY_TAP, EVEN, NARROW, OUTPUTS, FEATURES, PRECISION,
             )  # fmt: skip
     else:
         rest = number - of_roots

@@ -70,9 +70,17 @@ def _start(value, count):
     return tl.sum(value * tl.div_rn(1.0, count), 0), tl.div_rn(1.0, power)
 
 
+@triton.jit
+def places_of_parts(found, parts, blocks, tiles, COLUMNS: tl.constexpr, VECTORS: tl.constexpr):
+    """Products, vectors and peaks: one after the other, each by parts of the rows and then by blocks."""
+    whole = parts.to(tl.int64) * blocks * tiles
+    vectors = found + whole * tiles * (COLUMNS * COLUMNS)
+    return found, vectors, vectors + whole * (COLUMNS * VECTORS)
+
+
 @triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, *SUMMED])
 def _gram(
-    products, vectors, peaks, x, gain, draws,
+    found, x, gain, draws,
     batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
     sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, chunk, tiles,
     AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
@@ -126,6 +134,7 @@ def _gram(
                 b = b.to(tl.bfloat16)
         product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
     whole = (part * tl.num_programs(1) + own).to(tl.int64)
+    products, vectors, peaks = places_of_parts(found, tl.num_programs(2), tl.num_programs(1), tiles, COLUMNS, VECTORS)
     out = products + (whole * tiles * tiles + i * tiles + j) * (COLUMNS * COLUMNS)
     tl.store(out + at[:, None] * COLUMNS + at[None, :], product)
     if i == j:
@@ -133,7 +142,7 @@ def _gram(
         tl.store(of_part, shift_i)
         tl.store(of_part + tiles * COLUMNS, residual)
         tl.store(of_part + 2 * tiles * COLUMNS, residual * 0 + unit_i)
-        tl.store(peaks + whole * tiles + i, tl.max(peak, 0))
+        tl.store(peaks + whole * tiles + i, tl.max(peak, 0).to(tl.float32, bitcast=True))
 
 
 # --- parts put together ---
@@ -145,7 +154,7 @@ def unit_of(peaks, count, smallest, PEAKS: tl.constexpr):
     peak = tl.max(tl.zeros((PEAKS,), tl.int32), 0)
     for start in tl.range(0, count, PEAKS):
         at = start + tl.arange(0, PEAKS)
-        peak = tl.maximum(peak, tl.max(tl.load(peaks + at, at < count, 0), 0))
+        peak = tl.maximum(peak, tl.max(tl.load(peaks + at, at < count, 0.0).to(tl.int32, bitcast=True), 0))
     finite = peak < 0x7F800000
     power = (peak & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.maximum(tl.where(finite & (power > 0), power, 1.0), smallest), finite
@@ -202,14 +211,15 @@ def part_products(
 
 @triton.jit(do_not_specialize=["f", "taps", "block", "parts", "chunk", "total", "tiles", "count"])
 def _finish(
-    rows, mean, cov, unit_out, products, vectors, peaks, f, taps, block, parts, chunk, total, tiles, count, smallest,
-    positions, BY_TAP: tl.constexpr, COLUMNS: tl.constexpr, PEAKS: tl.constexpr,
+    rows, mean, cov, unit_out, found, f, taps, block, parts, chunk, total, tiles, count, smallest,
+    positions, BY_TAP: tl.constexpr, COLUMNS: tl.constexpr, VECTORS: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of every triangle, and its mirror image; features in the order (channel, tap)."""
     i, j, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     if j < i:
         return
     blocks = tl.num_programs(1)
+    products, vectors, peaks = places_of_parts(found, parts, blocks, tiles, COLUMNS, VECTORS)
     unit, finite = unit_of(peaks, count, smallest, PEAKS)
     inverse = tl.div_rn(1.0, unit)
     at_i, at_j = i * COLUMNS + tl.arange(0, COLUMNS), j * COLUMNS + tl.arange(0, COLUMNS)
@@ -240,20 +250,12 @@ def _finish(
 # --- what they are told ---
 
 
-class Gram(NamedTuple):
-    """What the first launch leaves, and the numbers by which it is read."""
-
-    products: Tensor
-    vectors: Tensor
-    peaks: Tensor
-
-
 class Told(NamedTuple):
     """The launches for one kind of call."""
 
     start: Prepared
     finish: Prepared
-    sizes: tuple[int, int, int]  # of products, vectors and peaks
+    size: int  # of what is between them
     summed: tuple[int, ...]  # parts, chunk, total, tiles, count
     positions: float  # all there are, for which the sampled rows stand
     own: int
@@ -280,15 +282,15 @@ def told_of(
     kind = (len(view.phase), rows_of.padded(view), widely, strides[1] == 1, plan.layout.shared, tiles == 1)
     start = launcher(_gram, WARPS, STAGES, (dtype, gained), *kind, narrow, precision, ROWS, COLUMNS, VECTORS)
     numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
-    sizes = (parts * own * tiles * tiles * COLUMNS * COLUMNS, parts * own * tiles * COLUMNS * VECTORS)
-    summed = (parts, chunk, total, tiles, parts * own * tiles)
+    count = parts * own * tiles
+    summed = (parts, chunk, total, tiles, count)
     positions = float(batch * math.prod([axis.count for axis in view.phase]))
-    finish = launcher(_finish, WARPS, STAGES, (), strides[1] == 1, COLUMNS, PEAKS)
+    finish = launcher(_finish, WARPS, STAGES, (), strides[1] == 1, COLUMNS, VECTORS, PEAKS)
     block, _, _, _, taps = of_blocks
     return Told(
         start.prepared((tiles * tiles, own, parts), *numbers, *of_blocks, total, chunk, tiles),
         finish.prepared((tiles * tiles, own, 1), f, taps, block, *summed, smallest_unit(plan), positions),
-        (*sizes, summed[4]),
+        count * (tiles * COLUMNS * COLUMNS + COLUMNS * VECTORS + 1),
         summed,
         positions,
         own,
@@ -303,13 +305,11 @@ def _parts(total: int, programs: int) -> tuple[int, int]:
     return cdiv(total, chunk), chunk
 
 
-def gram(x: Tensor, gain: Tensor | None, draws: Tensor, told: Told) -> Gram:
-    """The first launch."""
-    of_products, of_vectors, of_peaks = told.sizes
-    products = torch.empty(of_products, dtype=torch.float32, device=x.device)
-    left = Gram(products, products.new_empty(of_vectors), products.new_empty(of_peaks, dtype=torch.int32))
-    told.start(*left, x, gain, draws)
-    return left
+def gram(x: Tensor, gain: Tensor | None, draws: Tensor, told: Told) -> Tensor:
+    """The first launch, and what it leaves."""
+    found = torch.empty(told.size, dtype=torch.float32, device=x.device)
+    told.start(found, x, gain, draws)
+    return found
 
 
 PEAKS = 256
@@ -324,8 +324,8 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
     kind = (None, (0, 0, 0, 0)) if gain is None else (gain.dtype, rows_of.gain_strides(gain))
     told = told_of(x.shape[0], x.stride(), x.dtype, view, plan, *kind)
     left = gram(x, gain, draws, told)
-    found = new_moments(left.products, told)
-    told.finish(*found, *left)
+    found = new_moments(left, told)
+    told.finish(*found, left)
     return found
 
 

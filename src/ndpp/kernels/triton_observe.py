@@ -15,6 +15,7 @@ from .plan import Running
 from .triton_launch import Prepared, cdiv, launcher
 
 SIZE = 1024  # entries of a program
+FLAGS = 4  # share and weight of the batch; whether it begins a step, and is worth anything
 
 
 @triton.jit
@@ -25,12 +26,12 @@ def _lerp(old, new, share):
 
 @triton.jit(do_not_specialize=["blocks", "f"])
 def _observe_means(
-    flags, delta, running_mean, tracked, step_rows, step_mean, rows, mean, cov, unit,
+    delta, running_mean, tracked, step_rows, step_mean, rows, mean, cov, unit,
     blocks, f, momentum, decay,
     CUMULATIVE: tl.constexpr, MORE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One program: is the batch worth anything, with what weights does it enter; all of the size of the means."""
-    u = tl.load(unit)
+    u, flags = tl.load(unit), delta + blocks * f
     finite = tl.load(rows) > 0
     for start in tl.range(0, blocks * f, SIZE):
         at = start + tl.arange(0, SIZE)
@@ -67,7 +68,8 @@ def _observe_means(
 
 
 @triton.jit(do_not_specialize=["blocks", "f"])
-def _observe_covariances(flags, delta, running_cov, step_cov, cov, unit, blocks, f, SIZE: tl.constexpr):
+def _observe_covariances(delta, running_cov, step_cov, cov, unit, blocks, f, SIZE: tl.constexpr):
+    flags = delta + blocks * f
     u, share, weight = tl.load(unit), tl.load(flags), tl.load(flags + 1)
     fresh, finite = tl.load(flags + 2) > 0, tl.load(flags + 3) > 0
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -103,7 +105,7 @@ def observe_(state: Running, batch: Moments, momentum: float | None, more_may_co
     """As `plain.observe_`."""
     blocks, f = state.mean.shape
     told = _told(blocks, f, momentum, more_may_come)
-    flags, delta = state.mean.new_empty(4), state.mean.new_empty(blocks * f)
+    delta = state.mean.new_empty(blocks * f + FLAGS)
     rows, mean, cov, unit = [t.contiguous() for t in batch]
-    told.means(flags, delta, state.mean, state.tracked, state.step_rows, state.step_mean, rows, mean, cov, unit)
-    told.covariances(flags, delta, state.cov, state.step_cov, cov, unit)
+    told.means(delta, state.mean, state.tracked, state.step_rows, state.step_mean, rows, mean, cov, unit)
+    told.covariances(delta, state.cov, state.step_cov, cov, unit)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .triton_launch import power_of_two
-from .triton_moments import part_means, part_products, product_places, unit_of
+from .triton_moments import part_means, part_products, places_of_parts, product_places, unit_of
 from .triton_rows import feature_columns
 
 WIDEST = 64  # features of a block that one program does: matrices of 128 do not fit beside their factors
@@ -58,10 +58,10 @@ def _quartic_factor(m, COEFFICIENTS: tl.constexpr, F: tl.constexpr, PRECISION: t
 )
 def _solve(
     d, used_mean, used_unit, rows, mean, cov, unit_of_batch, running_mean, running_cov, tracked,
-    products, vectors, peaks, f, taps, block, parts, chunk, total, tiles, count, smallest, positions,
+    found, f, taps, block, parts, chunk, total, tiles, count, smallest, positions,
     root_eps, shrinkage, first_last, last_width,
     COLLECT: tl.constexpr, BY_TAP: tl.constexpr, COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, F: tl.constexpr,
-    COLUMNS: tl.constexpr, PEAKS: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, VECTORS: tl.constexpr, PEAKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D of the batch, or of the running statistics where it has none; the identity without either.
 
@@ -72,6 +72,7 @@ def _solve(
     i, j, inside = at[:, None], at[None, :], at < f
     both, place = inside[:, None] & inside[None, :], own.to(tl.int64) * f * f + i * f + j
     if COLLECT:
+        products, vectors, peaks = places_of_parts(found, parts, blocks, tiles, COLUMNS, VECTORS)
         unit, finite = unit_of(peaks, count, smallest, PEAKS)
         given = tl.where(finite, f, 0)
         inverse = tl.div_rn(1.0, unit)
@@ -113,12 +114,12 @@ def _solve(
 
 @triton.jit(do_not_specialize=["f", "parts", "first_last", "last_width"])
 def _solve_adjoint(
-    of_cov, of_mean, of_d, of_shift, d, rows, cov, unit, f, parts, root_eps, shrinkage, first_last, last_width,
+    of_cov, of_mean, of_d, d, rows, cov, unit, f, parts, root_eps, shrinkage, first_last, last_width,
     COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The polynomial on pairs (M, dM) with the gradient of D in the place of dM, and D·(what reaches μ·D·W).
 
-    The gradient of D is symmetric, and comes in parts.
+    The gradient of D is symmetric, and comes in parts, as does what follows them: what reaches μ·D·W.
 
     Where the batch had no moments of its own nothing reaches them.
     """
@@ -130,6 +131,7 @@ def _solve_adjoint(
     norm = _norm(a)
     m = a * tl.div_rn(1.0, norm)
     s, shifts, blocks = tl.zeros((F, F), tl.float32), tl.zeros((F,), tl.float32), tl.num_programs(0)
+    of_shift = of_d + (parts * blocks).to(tl.int64) * f * f
     for part in tl.range(0, parts):
         s += tl.load(of_d + (part * blocks).to(tl.int64) * f * f + place, both, 0.0)
         shifts += tl.load(of_shift + (part * blocks + own) * f + at, inside, 0.0)

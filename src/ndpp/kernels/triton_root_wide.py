@@ -20,6 +20,17 @@ NUMBERS = ["f", "tiles", "first_last", "last_width"]
 
 
 @triton.jit
+def _matrices(between, number, f):
+    """Of what lies between two launches: all blocks of one matrix after those of another, then numbers of tiles."""
+    return between + (number * tl.num_programs(1)).to(tl.int64) * f * f
+
+
+@triton.jit
+def _numbers(between, matrices, number, f, tiles):
+    return _matrices(between, matrices, f) + number * tl.num_programs(1) * tiles * tiles
+
+
+@triton.jit
 def _places(own, i, j, f, EVEN: tl.constexpr):
     """Of a tile of a matrix (blocks, f, f). EVEN: lines come in runs of eight that lie together."""
     at = (own.to(tl.int64) * f * f + i.to(tl.int64) * f)[:, None] + j[None, :]
@@ -89,7 +100,7 @@ def _ridge(cov, running_cov, own, unit, given, scale, root_eps, shrinkage, f, wi
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _square(
-    squares, norms, rows, cov, unit_of_batch, running_cov, f, tiles, first_last, last_width, root_eps, shrinkage,
+    between, rows, cov, unit_of_batch, running_cov, f, tiles, first_last, last_width, root_eps, shrinkage,
     SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -112,13 +123,14 @@ def _square(
         total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
     a = _regular_tile(cov, running_cov, own, i, j, f, width, ridge, given, scale, EVEN)
     often = tl.where(first == second, 1.0, 2.0)
+    norms = _numbers(between, 1, 0, f, tiles)
     tl.store(norms + own * tiles * tiles + first * tiles + second, often * tl.sum(tl.sum(a * a, 1), 0))
-    _store(squares, total, own, i, j, f, True, EVEN)
+    _store(between, total, own, i, j, f, True, EVEN)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _quartic(
-    d, used_mean, used_unit, squares, norms, rows, mean, cov, unit_of_batch, running_mean, running_cov, tracked,
+    d, used_mean, used_unit, squares, rows, mean, cov, unit_of_batch, running_mean, running_cov, tracked,
     f, tiles, first_last, last_width, root_eps, shrinkage,
     COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -133,7 +145,7 @@ def _quartic(
     ridge = _ridge(
         cov, running_cov, own, unit, given, scale, root_eps, shrinkage, f, width, SMALLEST, SHRINKS, WIDTH
     )  # fmt: skip
-    norm = tl.sqrt_rn(_sum(norms, own, tiles, PARTS))
+    norm = tl.sqrt_rn(_sum(_numbers(squares, 1, 0, f, tiles), own, tiles, PARTS))
     by = tl.div_rn(1.0, norm)
     i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
@@ -159,7 +171,7 @@ def _quartic(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _square_adjoint(
-    squares, sums, norms, inner, of_d, d, rows, cov, unit_of_batch,
+    between, of_d, d, rows, cov, unit_of_batch,
     f, tiles, first_last, last_width, root_eps, shrinkage,
     SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -184,15 +196,15 @@ def _square_adjoint(
     along = _tile(of_d, own, i, j, f, EVEN) * _tile(d, own, i, j, f, EVEN)
     often = tl.where(first == second, 1.0, 2.0)
     at = own * tiles * tiles + first * tiles + second
-    tl.store(norms + at, often * tl.sum(tl.sum(a * a, 1), 0))
-    tl.store(inner + at, often * tl.sum(tl.sum(along, 1), 0))
-    _store(squares, square, own, i, j, f, True, EVEN)
-    _store(sums, both, own, i, j, f, True, EVEN)
+    tl.store(_numbers(between, 3, 0, f, tiles) + at, often * tl.sum(tl.sum(a * a, 1), 0))
+    tl.store(_numbers(between, 3, 1, f, tiles) + at, often * tl.sum(tl.sum(along, 1), 0))
+    _store(between, square, own, i, j, f, True, EVEN)
+    _store(_matrices(between, 1, f), both, own, i, j, f, True, EVEN)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _quartic_adjoint(
-    of_x, projected, traces, squares, sums, norms, of_d, rows, cov, unit_of_batch,
+    between, of_d, rows, cov, unit_of_batch,
     f, tiles, first_last, last_width, root_eps, shrinkage,
     COEFFICIENTS: tl.constexpr, SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -204,7 +216,8 @@ def _quartic_adjoint(
     unit, given = tl.load(unit_of_batch), tl.where(tl.load(rows) > 0, f, 0)
     width = tl.where(own < first_last, f, last_width)
     ridge = _ridge(cov, None, own, unit, given, 1.0, root_eps, shrinkage, f, width, SMALLEST, SHRINKS, WIDTH)
-    norm = tl.sqrt_rn(_sum(norms, own, tiles, PARTS))
+    squares, sums = between, _matrices(between, 1, f)
+    norm = tl.sqrt_rn(_sum(_numbers(between, 3, 0, f, tiles), own, tiles, PARTS))
     by = tl.div_rn(1.0, norm)
     scale = tl.div_rn(1.0, tl.sqrt_rn(norm))
     i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
@@ -225,15 +238,15 @@ def _quartic_adjoint(
     m = _regular_tile(cov, None, own, i, j, f, width, ridge, given, 1.0, EVEN) * by
     often = tl.where(first == second, 1.0, 2.0)
     at = own * tiles * tiles + first * tiles + second
-    tl.store(projected + at, often * tl.sum(tl.sum(dx * m, 1), 0))
+    tl.store(_numbers(between, 3, 2, f, tiles) + at, often * tl.sum(tl.sum(dx * m, 1), 0))
     on_diagonal = (i[:, None] == j[None, :]) & (i < width)[:, None]
-    tl.store(traces + at, tl.sum(tl.sum(tl.where(on_diagonal, dx, 0.0), 1), 0))
-    _store(of_x, dx, own, i, j, f, True, EVEN)
+    tl.store(_numbers(between, 3, 3, f, tiles) + at, tl.sum(tl.sum(tl.where(on_diagonal, dx, 0.0), 1), 0))
+    _store(_matrices(between, 2, f), dx, own, i, j, f, True, EVEN)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _finish_adjoint(
-    of_cov, of_mean, of_x, projected, traces, norms, inner, of_shift, d, rows, cov, unit_of_batch,
+    of_cov, of_mean, between, of_d, d, rows, cov, unit_of_batch,
     f, tiles, first_last, last_width, root_eps, shrinkage,
     SMALLEST: tl.constexpr, SHRINKS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, TILE: tl.constexpr,
@@ -246,9 +259,12 @@ def _finish_adjoint(
     if SHRINKS:
         trace = _trace(cov, None, own, given, 1.0, f, WIDTH)
     ridge = ridge_of(unit, root_eps, SMALLEST) + shrinkage * trace / width
-    by = tl.div_rn(1.0, tl.sqrt_rn(_sum(norms, own, tiles, PARTS)))
-    along = _sum(projected, own, tiles, PARTS) + _sum(inner, own, tiles, PARTS) / 2
-    of_trace = (_sum(traces, own, tiles, PARTS) - (trace + ridge * width) * by * along) * by
+    by = tl.div_rn(1.0, tl.sqrt_rn(_sum(_numbers(between, 3, 0, f, tiles), own, tiles, PARTS)))
+    inner = _sum(_numbers(between, 3, 1, f, tiles), own, tiles, PARTS)
+    along = _sum(_numbers(between, 3, 2, f, tiles), own, tiles, PARTS) + inner / 2
+    traces = _sum(_numbers(between, 3, 3, f, tiles), own, tiles, PARTS)
+    of_x, of_shift = _matrices(between, 2, f), _matrices(of_d, 1, f)
+    of_trace = (traces - (trace + ridge * width) * by * along) * by
     share = tl.where(given > 0, shrinkage * of_trace / width, 0.0)
     i = first * TILE + tl.arange(0, TILE)
     of_rows = tl.zeros((TILE,), tl.float32)

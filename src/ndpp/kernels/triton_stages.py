@@ -19,7 +19,7 @@ from . import triton_root_wide as wide
 from . import triton_rows as rows_of
 from .plan import Folded, Plan, View
 from .triton_launch import INTERPRETED, Launcher, Prepared, cdiv, launcher, power_of_two
-from .triton_moments import COLUMNS, PEAKS, gram, moments, new_moments, smallest_unit
+from .triton_moments import COLUMNS, PEAKS, VECTORS, gram, moments, new_moments, smallest_unit
 
 PROGRAMS, LEAST_STEPS = 264, 4  # of a launch: two for each multiprocessor of an H200; of one program
 
@@ -49,7 +49,7 @@ def _told(plan: Plan, folded: torch.dtype) -> Told:
     block, _, _, _, taps = rows_of.blocks(plan)
 
     def solver(collect: bool, by_tap: bool) -> Launcher:
-        constants = (collect, by_tap, c, least, size, COLUMNS, PEAKS, precision)
+        constants = (collect, by_tap, c, least, size, COLUMNS, VECTORS, PEAKS, precision)
         return launcher(small._solve, warps, 2, (collect,), *constants)
 
     tiles = cdiv(f, wide.TILE)
@@ -115,8 +115,8 @@ def forward(
     kind = (None, (0, 0, 0, 0)) if gain is None else (gain.dtype, rows_of.gain_strides(gain))
     told, of_rows, solve = _solving(x.shape[0], x.stride(), x.dtype, view, plan, *kind, dtype)
     left = gram(x, gain, draws, of_rows)
-    batch, used = new_moments(left.products, of_rows), _new_used(left.products, told)
-    solve(*used, *batch, *running, *left)
+    batch, used = new_moments(left, of_rows), _new_used(left, told)
+    solve(*used, *batch, *running, left)
     return batch, Folded(*_folded(*used, weight, bias, plan, dtype), *used)
 
 
@@ -134,11 +134,11 @@ def fold(
     used = _new_used(batch.cov, told)
     if told.f > small.WIDEST:
         rows, mean, cov, unit = batch
-        squares, norms = torch.empty_like(cov), cov.new_empty(told.own * told.tiles**2)
-        told.wide[0](squares, norms, rows, cov, unit, running[1])
-        told.wide[1](*used, squares, norms, rows, mean, cov, unit, *running)
+        squares = cov.new_empty(cov.numel() + told.own * told.tiles**2)  # and the norms of their tiles
+        told.wide[0](squares, rows, cov, unit, running[1])
+        told.wide[1](*used, squares, rows, mean, cov, unit, *running)
     else:
-        told.solve_given(*used, *batch, *running, None, None, None)
+        told.solve_given(*used, *batch, *running, None)
     return Folded(*_folded(*used, weight, bias, plan, dtype), *used)
 
 
@@ -283,34 +283,30 @@ def fold_adjoint(
     told = _adjoint_told(shape, strides, dtype, grad_folded.stride(), grad_folded.dtype, plan)
     d, mean, unit = [t.contiguous() for t in used]
     of_weight = torch.empty_like(weight)
-    of_d, of_shift = d.new_empty((told.parts, *d.shape)), d.new_empty((told.parts, *mean.shape))
-    told.fold_adjoint(of_weight, of_d, of_shift, grad_folded, grad_constant.contiguous(), weight, d, mean, unit)
+    of_d = d.new_empty(told.parts * (d.numel() + mean.numel()))  # then of μ·D·W; both in parts
+    told.fold_adjoint(of_weight, of_d, grad_folded, grad_constant.contiguous(), weight, d, mean, unit)
     if grad_used:
-        of_d[0] += (grad_used[0] + grad_used[0].mT) / 2
+        of_d[: d.numel()].view_as(d).add_((grad_used[0] + grad_used[0].mT) / 2)
     rows, cov, of_unit = batch.rows, batch.cov.contiguous(), batch.unit
     of_mean, of_cov = torch.empty_like(mean), torch.empty_like(cov)
     if told.solve_adjoint is not None:
-        told.solve_adjoint(of_cov, of_mean, of_d, of_shift, d, rows, cov, of_unit)
+        told.solve_adjoint(of_cov, of_mean, of_d, d, rows, cov, of_unit)
     else:
-        _wide_adjoint(_told(plan, grad_folded.dtype), (of_mean, of_cov), d, (of_d, of_shift), (rows, cov, of_unit))
+        if told.parts > 1:
+            parts = of_d.split([told.parts * d.numel(), told.parts * mean.numel()])
+            of_d = torch.cat([part.view(told.parts, -1).sum(0) for part in parts])
+        _wide_adjoint(_told(plan, grad_folded.dtype), (of_cov, of_mean), of_d, d, (rows, cov, of_unit))
     return of_weight, of_mean + grad_used[1] if grad_used else of_mean, of_cov
 
 
 def _wide_adjoint(
-    told: Told,
-    out: tuple[Tensor, Tensor],
-    d: Tensor,
-    parts: tuple[Tensor, Tensor],
-    of_batch: tuple[Tensor, Tensor, Tensor],
+    told: Told, out: tuple[Tensor, Tensor], of_d: Tensor, d: Tensor, of_batch: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Gradients of μ and Cov."""
-    (of_mean, of_cov), (rows, cov, unit) = out, of_batch
-    of_d, of_shift = [t[0] if len(t) == 1 else t.sum(0) for t in parts]
-    squares, sums, of_x = torch.empty_like(cov), torch.empty_like(cov), torch.empty_like(cov)
-    norms, inner, projected, traces = [cov.new_empty(told.own * told.tiles**2) for _ in range(4)]
-    told.wide[2](squares, sums, norms, inner, of_d, d, rows, cov, unit)
-    told.wide[3](of_x, projected, traces, squares, sums, norms, of_d, rows, cov, unit)
-    told.wide[4](of_cov, of_mean, of_x, projected, traces, norms, inner, of_shift, d, rows, cov, unit)
+    """Gradients of Cov and μ."""
+    between = d.new_empty(3 * d.numel() + 4 * told.own * told.tiles**2)
+    told.wide[2](between, of_d, d, *of_batch)
+    told.wide[3](between, of_d, *of_batch)
+    told.wide[4](*out, between, of_d, d, *of_batch)
 
 
 def weight_places(weight: Tensor, plan: Plan) -> tuple[int, int, int, int] | None:
