@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-STATE = operator.itemgetter("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
+STATE = ("running_mean", "running_cov", "num_batches_tracked", "step_rows", "step_mean", "step_cov")
 
 
 class RunningMoments(nn.Module):
@@ -103,7 +102,8 @@ class RunningMoments(nn.Module):
 
     def _observe(self, batch: Moments, more_may_come: bool) -> None:
         """Take this call's moments into the step, and the step into the running statistics."""
-        state = Running(*STATE(self._buffers))
+        buffers: Any = self._buffers
+        state = Running(*[buffers[name] for name in STATE])
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 observe_op_(*state, [*batch], self.settings.momentum, more_may_come)
