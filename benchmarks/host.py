@@ -15,6 +15,7 @@ import pstats
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,20 +29,22 @@ from . import timing
 from .records import append, header
 from .workloads import BASELINE, NORMS, SETTINGS, apply_
 
-CHANNELS, CLASSES, SHOWN = 16, 10, 45
+CHANNELS, CLASSES, SHOWN, STEPS = 16, 10, 45, 3
+NUMBER = -2  # of the device, so that what is prepared for it is for no other
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join((BASELINE, *NORMS, *SETTINGS))
     parser.add_argument("--variants", default="bn,none,nd,nd-l1", help=f"comma-separated: {names}")
     parser.add_argument("--profile", metavar="VARIANT", help="the functions in which it spends its time, with no table")
-    timing.arguments(parser, steps=3, repeats=40)
+    parser.add_argument("--repeats", type=int, default=40, help="timed rounds in which the variants take turns")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
 
 
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     variants = [options.profile] if options.profile else [name for name in options.variants.split(",") if name]
-    print(f"{header('cpu')}; host time of a step, median of {options.repeats} × {options.steps}\n", flush=True)
+    print(f"{header('cpu')}; host time of a step, median of {options.repeats} × {STEPS}\n", flush=True)
     with pretended_device():
         steps = {variant: training_step(variant) for variant in variants}
         for step in steps.values():
@@ -49,12 +52,12 @@ def main(options: argparse.Namespace) -> None:
                 step()
         if options.profile:
             return profiled(steps[options.profile])
-        times = timing.turns(steps, options.steps, options.repeats, "cpu")
+        times = timing.turns(steps, STEPS, options.repeats, "cpu")
     found = {name: timing.spread(taken) for name, taken in times.items()}
     base = found[BASELINE][0] if BASELINE in found else None
     records = []
     for name, (median, iqr) in found.items():
-        record = {"variant": name, "ms": median, "ratio": median / base if base else None, "iqr_percent": iqr}
+        record = {"variant": name, "host_ms": median, "ratio": median / base if base else None, "iqr_percent": iqr}
         records.append(record)
         append(options.out, record, "cpu")
     print(table(records))
@@ -62,11 +65,11 @@ def main(options: argparse.Namespace) -> None:
 
 def table(records: list[dict[str, Any]]) -> str:
     head = ("variant", "host ms per step", "ratio", "IQR %", "µs per layer above `none`")
-    floor = next((r["ms"] for r in records if r["variant"] == "none"), None)
+    floor = next((r["host_ms"] for r in records if r["variant"] == "none"), None)
     rows = []
     for r in records:
-        added = None if floor is None or r["variant"] == "none" else 1000 * (r["ms"] - floor) / LAYERS
-        cells = [(r["ms"], ".2f"), (r["ratio"], ".2f"), (r["iqr_percent"], ".1f"), (added, ".0f")]
+        added = None if floor is None or r["variant"] == "none" else 1000 * (r["host_ms"] - floor) / LAYERS
+        cells = [(r["host_ms"], ".2f"), (r["ratio"], ".2f"), (r["iqr_percent"], ".1f"), (added, ".0f")]
         rows.append([r["variant"], *(timing.number(value, form) for value, form in cells)])
     return timing.markdown(head, rows)
 
@@ -132,7 +135,7 @@ def pretended_device() -> Iterator[None]:
         (triton_direct, "driver", lambda: lambda *arguments: nothing(*arguments) and 0),
         (triton_launch, "INTERPRETED", False),
         (triton_launch.Launcher, "start", compiled),
-        (torch._C, "_cuda_getDevice", lambda: 0),
+        (torch._C, "_cuda_getDevice", lambda: NUMBER),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
     ]
     answers = {"readable": False, "seen": None, "works_apart": True}

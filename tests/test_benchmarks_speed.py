@@ -13,10 +13,11 @@ import pytest
 import torch
 import torchvision
 from benchmarks import __main__ as commands
-from benchmarks import counts, guard, layer, solver, step, summary, targets, timing, workloads
+from benchmarks import counts, guard, host, layer, solver, step, summary, targets, timing, workloads
 from torch import nn
 
 import ndpp
+from ndpp.kernels import cases, triton_direct
 
 Record = dict[str, Any]
 
@@ -71,6 +72,52 @@ def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     summary.main(argparse.Namespace(files=[out], markdown=True))
     assert capsys.readouterr().out == printed
+
+
+def told(name: str, arguments: str, out: Path) -> list[Record]:
+    """Records of a command that runs no tests first; `summary` shows them as it does."""
+    parser = argparse.ArgumentParser()
+    commands.COMMANDS[name].arguments(parser)
+    commands.COMMANDS[name].main(parser.parse_args([*arguments.split(), "--out", str(out)]))
+    summary.main(argparse.Namespace(files=[out], markdown=True))
+    return summary.read([out])
+
+
+def test_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels take the place of most operations, and are counted."""
+    pytest.importorskip("triton")
+    none, plain = told("operations", "--model resnet18 --variants none,nd", tmp_path / "plain.jsonl")
+    _, kernels = told("operations", "--model resnet18 --variants none,nd --kernels", tmp_path / "kernels.jsonl")
+    assert none["launches"] == plain["launches"] == 0 < kernels["launches"]
+    assert none["operations"] < kernels["operations"] < plain["operations"] / 3
+    assert kernels["converted"] == 21
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| resnet18 | nd")]
+    assert lines[0] == lines[1]
+    assert lines[2] == lines[3]
+
+
+def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every layer goes by its kernels, whose launches reach what stands for the driver; all is as before afterwards."""
+    pytest.importorskip("triton")
+    from ndpp.kernels import triton_launch
+
+    reached, before = Counter[str](), triton_direct.Direct.__call__
+
+    def counted(self: Any, pointers: Any, device: int) -> bool:
+        reached["launches"] += 1
+        return before(self, pointers, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_direct.Direct, "__call__", counted)
+        records = told("host", "--variants bn,none,nd --repeats 2", tmp_path / "host.jsonl")
+    assert [(r["variant"], r["host_ms"] > 0) for r in records] == [("bn", True), ("none", True), ("nd", True)]
+    assert records[0]["ratio"] == 1
+    steps = 10 + 3 * (1 + 2)  # to warm up, then in rounds
+    assert reached["launches"] > 53 * 8 * (steps - 2)
+    assert triton_launch.Launcher.start is not host.compiled
+    x = torch.randn(2, 4)
+    assert cases.declines(x) == "a tensor on cpu"
+    assert torch.isfinite(ndpp.Linear(4, 3)(x)).all()
 
 
 def test_runs_of_several_batch_sizes_are_shown_by_batch() -> None:
