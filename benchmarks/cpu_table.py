@@ -70,6 +70,15 @@ SCALED = ("l1", "std")
 WARMUP = 2  # rounds: memory is first handed out, then handed out again
 
 
+def layers(numbers: str) -> list[Layer]:
+    """Columns of the table by their numbers, comma-separated."""
+    known = [str(number) for number in range(len(LAYERS))]
+    wanted = numbers.split(",")
+    if set(wanted) - set(known):
+        raise SystemExit(f"--layers: expected some of {','.join(known)}; got {numbers!r}")
+    return [LAYERS[int(number)] for number in wanted]
+
+
 def shrunk(layer: Layer, by: int) -> Layer:
     height, width = layer.size
     return replace(layer, size=(height // by, width // by))
@@ -129,6 +138,7 @@ def main(options: argparse.Namespace) -> None:
     names = options.variants.split(",")
     if set(names) - set(VARIANTS):
         raise SystemExit(f"expected some of {', '.join(VARIANTS)}; got {options.variants!r}")
+    chosen = layers(options.layers)
     if not options.unchecked:
         Tests("cpu").require_green()
     what = "forward and backward" if options.backward else "forward"
@@ -137,8 +147,7 @@ def main(options: argparse.Namespace) -> None:
     print(f"{what}, training mode, batch {options.batch}, median of {options.repeats};")
     print("in brackets the paper's percent: forward, batch 16\n")
     print(f"{'layer':<28}{'plain ms':>10}{'IQR':>7}" + "".join(f"{name:>20}" for name in names))
-    for index in options.layers.split(","):
-        layer = shrunk(LAYERS[int(index)], options.shrink)
+    for layer in [shrunk(layer, options.shrink) for layer in chosen]:
         plain, spread, added = measure(layer, options.batch, options.repeats, options.backward, names)
         if options.out:
             record = {"layer": str(layer), "plain_ms": plain, "iqr_percent": spread, "added_percent": added}

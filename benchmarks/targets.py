@@ -198,8 +198,7 @@ def missing(aim: Aim) -> Record:
 def added(options: argparse.Namespace) -> list[Record]:
     """Percent of the plain layer that the default and a scale add, on the CPU."""
     records = []
-    for index in options.layers.split(","):
-        layer = cpu_table.shrunk(cpu_table.LAYERS[int(index)], options.shrink)
+    for layer in [cpu_table.shrunk(layer, options.shrink) for layer in cpu_table.layers(options.layers)]:
         _, _, found = cpu_table.measure(layer, options.batch, options.repeats, False, ["default", "l1"])
         records += [aimed(f"CPU, {layer}, {name}: percent added", ADDED, percent) for name, percent in found.items()]
     return records

@@ -290,12 +290,13 @@ def test_graphs_need_a_gpu(tmp_path: Path) -> None:
 
 def test_solver(tmp_path: Path) -> None:
     records = run("solver", "--sizes 16 --conditions 1e1,1e3 --iterations 1,8", tmp_path)
-    assert len(records) == 2 * 5
+    assert len(records) == 2 * 6
     best = {(r["condition"], r["solver"], r["steps"]): r for r in records}
     assert best[10.0, "eigh", None]["residual"] < 1e-5
     assert best[10.0, "eigh", None]["distance"] < 1e-5
     assert best[1000.0, "newton", 1]["residual"] > best[1000.0, "newton", 8]["residual"]
-    assert best[1000.0, "newton", 8]["products"] == 21
+    assert best[1000.0, "newton", 8]["products"] == 20
+    assert best[10.0, "quartic", 1]["products"] == 2
 
 
 def test_the_spectrum_is_what_was_asked_for() -> None:
