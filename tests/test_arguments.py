@@ -253,6 +253,33 @@ def test_what_is_no_tensor_is_refused_alike(name: str, bad: Any) -> None:
     assert ours is stock
 
 
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{"stride": [2, 2]}, {"stride": 2, "padding": 1}, {"padding": [1, 2]}, {"dilation": [1, 2]}, {"padding": "same"}],
+    ids=str,
+)
+def test_attributes_changed_after_construction(changes: dict[str, Any], convert: bool) -> None:
+    """As in torch.nn: what the stock operation then does, the statistics follow. Numbers and lists do."""
+    every = Settings(rows=None)
+    torch.manual_seed(0)
+    layer: Any = nn.Conv2d(3, 4, 3) if convert else ndpp.Conv2d(3, 4, 3, settings=every)
+    built = {k: v if isinstance(v, (str, int)) else tuple(v) for k, v in changes.items()}
+    other = ndpp.Conv2d(3, 4, 3, **built, settings=every)
+    for name, value in changes.items():
+        setattr(layer, name, getattr(other, name) if value == "same" else value)
+    if "same" in changes.values():  # torch.nn reads another attribute then
+        layer._reversed_padding_repeated_twice = other._reversed_padding_repeated_twice
+    if convert:
+        layer = nn.Sequential(layer)
+        ndpp.convert_(layer, every)
+        layer = layer[0]
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(5, 3, 9, 8)
+    torch.testing.assert_close(layer(x), other(x))
+    torch.testing.assert_close(layer.running_cov, other.running_cov)
+
+
 def test_settings_of_a_living_layer() -> None:
     layer = ndpp.Linear(4, 2)
     layer.settings = layer.settings.replace(freeze=True)

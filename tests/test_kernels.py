@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ ROWS = [
     Case("many-samples", 8, (7, 7), (3, 3), padding=1, batch=9, rows=40, block=8),
     Case("patchify", 3, (8, 8), (4, 4), stride=4, batch=2),
     Case("wide-rows", 32, (5, 6), (1, 1), batch=3, rows=70, block=16),
+    Case("depthwise", 12, (6, 5), (3, 3), padding=1, groups=12, scale="l1"),
+    Case("one-pixel-overhung", 16, (1, 1), (1, 2), padding=1, batch=4),
 ]
 rows_of = pytest.mark.parametrize("case", ROWS, ids=str)
 
@@ -384,6 +387,7 @@ PASSES: dict[str, tuple[tuple[int, ...], bool]] = {  # shape, and whether featur
     "image": ((3, 10, 7, 5), False),
     "image-aligned": ((2, 16, 9, 8), False),
     "image-wide": ((2, 300, 3, 3), False),
+    "image-long": ((2, 3, 30, 40), False),
     "sequence": ((4, 6, 11), False),
     "volume": ((2, 5, 3, 4, 2), False),
     "samples": ((5, 4), False),
@@ -475,28 +479,30 @@ def test_kernel_of_scale(
 @on_device
 @pytest.mark.parametrize("momentum", [0.1, 0.001, None, 1.0])
 def test_kernel_of_running_statistics(momentum: float | None, device: str) -> None:
-    """Steps of one and of two calls, and calls with nothing to give, into all buffers."""
+    """Steps of one and of two calls, calls with nothing to give, and a step that is begun over another's rows."""
     states = []
     for observe_ in (taken("observe_"), plain.observe_):
         torch.manual_seed(2)
         buffers = torch.zeros(2, 5), torch.eye(5).repeat(2, 1, 1), torch.tensor(0)
         zeros = torch.tensor(0.0), torch.zeros(2, 5), torch.zeros(2, 5, 5)
         state = kernels.Running(*(t.to(device) for t in (*buffers, *zeros)))
-        for bad in ("", "more", "rows", "", "cov", "mean", ""):
+        for bad in ("", "more", "rows", "", "cov", "mean", "", "more", "begins"):
             rows = torch.randn(2, 20, 5) + 1
             mean, cov = rows.mean(1), torch.einsum("gni,gnj->gij", rows, rows) / 20
             batch = Moments(torch.tensor(math.nan if bad == "rows" else 7.0), mean, cov, torch.tensor(0.25))
             if bad in ("mean", "cov"):
                 getattr(batch, bad)[0, 1] = math.inf
-            observe_(state, Moments(*(t.to(device) for t in batch)), momentum, bad in ("more", "rows", "cov"))
+            found, more = Moments(*(t.to(device) for t in batch)), bad in ("more", "rows", "cov")
+            observe_(state, found, momentum, more, bad == "begins")
         states.append(state)
-    assert states[0].tracked == states[1].tracked == 3
+    assert states[0].tracked == states[1].tracked == 5
     for got, want, name in zip(*states, kernels.Running._fields, strict=True):
         close(got, want, 2e-6, name)
 
 
 @on_device
-def test_kernel_of_the_first_running_statistics(device: str) -> None:
+@pytest.mark.parametrize("momentum", [0.1, 0.02, 0.25, 0.9, 1e-4])
+def test_kernel_of_the_first_running_statistics(momentum: float, device: str) -> None:
     """They are those of the first step, however small: nothing is left of the identity they started from."""
     for observe_ in (taken("observe_"), plain.observe_):
         buffers = torch.ones(1, 3), torch.eye(3)[None], torch.tensor(0)
@@ -504,7 +510,7 @@ def test_kernel_of_the_first_running_statistics(device: str) -> None:
         state = kernels.Running(*(t.to(device) for t in (*buffers, *zeros)))
         mean, cov = torch.tensor([[1.0, -0.5, 0.25]]), torch.eye(3)[None] + 0.5
         batch = Moments(torch.tensor(7.0), mean, cov, torch.tensor(2.0**-20))
-        observe_(state, Moments(*(t.to(device) for t in batch)), 0.1, True)
+        observe_(state, Moments(*(t.to(device) for t in batch)), momentum, True)
         torch.testing.assert_close(state.mean.cpu(), mean * 2.0**-20, rtol=1e-6, atol=0)
         torch.testing.assert_close(state.cov.cpu(), cov * 2.0**-40, rtol=1e-6, atol=0)
 
@@ -667,6 +673,8 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons(weight=torch.zeros(4, case.channels, 6, 3)[:, :, ::2])[1] == (
         "plain: a weight that is part of another tensor"
     )
+    many = replace(plan, layout=Layout(70000, 1, 1, 64, False))
+    assert reasons(plan=many)[:2] == ["plain: more than 65535 blocks"] * 2
     shared = kernels.explain(x, weight, view, plan, x[:1].expand_as(x))
     assert shared["moments_adjoint_"] == "plain: a gradient whose entries share memory"
     monkeypatch.setattr(cases, "_has_triton", lambda: False)
@@ -728,15 +736,37 @@ def test_without_a_compiler_training_goes_on(error: Exception, monkeypatch: pyte
     [
         ("scale", torch.OutOfMemoryError("CUDA out of memory")),
         ("scale", RuntimeError("CUDA error: an illegal memory access was encountered")),
-        ("observe_", RuntimeError("Failed to find C compiler.")),  # which may have written before
+        ("observe_", RuntimeError("Failed to find C compiler.")),  # after kernels that were built: it may have written
     ],
 )
 def test_other_errors_of_kernels_are_raised(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     x, plan = failing(error, monkeypatch)
+    monkeypatch.setattr(cases, "module", lambda name: SimpleNamespace(works={0}))
     on: Any = OnDevice()
     with pytest.raises(type(error)):
         kernels._run(stage, None, on, x, plan)
     assert cases.declines(on) is None
+
+
+def test_without_a_compiler_a_first_stage_in_place_is_done_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel was ever built none has written anything."""
+    failing(RuntimeError("Failed to find C compiler."), monkeypatch)
+    monkeypatch.setattr(cases, "module", lambda name: SimpleNamespace(works=set()))
+    buffers = torch.zeros(1, 3), torch.eye(3)[None], torch.tensor(0), torch.tensor(0.0)
+    state = kernels.Running(*buffers, torch.zeros(1, 3), torch.zeros(1, 3, 3))
+    batch = Moments(torch.tensor(5.0), torch.ones(1, 3), 2 * torch.eye(3)[None], torch.tensor(1.0))
+    on: Any = OnDevice()
+    with pytest.warns(UserWarning, match="cannot build kernels"):
+        kernels._run("observe_", None, on, state, batch, 0.1, False)
+    assert torch.equal(state.mean, torch.ones(1, 3))
+    assert torch.equal(state.cov, 2 * torch.eye(3)[None])
+
+
+def test_tensors_on_several_devices_are_left_to_torch() -> None:
+    elsewhere: Any = OnDevice()
+    weight = torch.zeros(3, 4)
+    assert cases.declines_places(weight, None, weight) is None
+    assert cases.declines_places(weight, elsewhere) == "tensors on several devices"
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((8, 6), True), ((12, 0), True)])

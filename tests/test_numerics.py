@@ -281,10 +281,11 @@ def test_the_exact_root_has_no_second_derivative_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", BY_LAYER)
-def test_forward_mode_in_training(name: str) -> None:
-    """Against differences, with weights that need gradients."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_in_training(name: str, frozen: bool) -> None:
+    """Against differences, with weights that need gradients, or none."""
     case = BY_LAYER[name]
-    layer = case.build(Settings(rows=None, eps=1e-2), dtype=torch.float64)
+    layer = case.build(Settings(rows=None, eps=1e-2), dtype=torch.float64).requires_grad_(not frozen)
     x, step = case.input(), 1e-6
     tangent = torch.randn_like(x)
     with torch.autograd.forward_ad.dual_level():

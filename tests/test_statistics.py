@@ -106,6 +106,25 @@ def test_every_call_outside_a_common_step_is_a_batch(mode: str) -> None:
     assert layer.num_batches_tracked == 4
 
 
+@pytest.mark.parametrize("after", ["a load", "eager", "a change of mode"])
+def test_a_step_that_compiled_code_left_open(after: str) -> None:
+    """A call whose backward pass never came is a step of its own, whoever makes the next one."""
+    layers = [ndpp.Linear(3, 2, settings=EXACT) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, call in zip(layers, (torch.compile(layers[0], backend="eager"), layers[1]), strict=True):
+        torch.manual_seed(0)
+        call(torch.randn(9, 3)).sum().backward()
+        state = {name: value.clone() for name, value in layer.state_dict().items()}
+        call(torch.randn(9, 3) + 1)  # and no more
+        if after == "a load":
+            layer.load_state_dict(state)
+        elif after == "a change of mode":
+            layer.eval().train()
+        layer(torch.randn(9, 3) - 1).sum().backward()
+    assert_same_buffers(buffers(layers[0]), buffers(layers[1]))
+    assert layers[0].num_batches_tracked == (2 if after == "a load" else 3)
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_recomputation_does_not_count(name: str, reentrant: bool) -> None:

@@ -247,7 +247,7 @@ class Decorrelated(Recorded):
                 folded, constant = self._folded(d, stats.mean, stats.unit, weight, bias)
                 return x, folded.to(dtype), constant.to(dtype), gain, *for_others
 
-            again, link = Again(once_more, tokens, layers), Link() if plan.scale != "none" else None
+            again, link = Again(once_more, tokens), Link() if plan.scale != "none" else None
         group = sync.group_of(self.settings.sync)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []

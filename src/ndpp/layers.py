@@ -63,6 +63,13 @@ def _has_channels(layer: _ConvNd, input: object) -> bool:
     return fits and layer.weight.numel() > 0
 
 
+def numbers(value: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """One for every axis, of an attribute that was changed to a number or a list."""
+    if isinstance(value, tuple):
+        return value
+    return (value,) * count if isinstance(value, int) else tuple(value)
+
+
 def padding_pairs(flat: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Of every axis, from what `F.pad` takes."""
     return tuple([(flat[i], flat[i + 1]) for i in range(len(flat) - 2, -1, -2)])
@@ -128,10 +135,9 @@ class _Conv(Decorrelated, _ConvNd):
 
     def _operation(self, x: Tensor) -> Operation:
         """The stock operation, or what computes the same in training on a GPU."""
-        if self.training and self.kernel_size == self.stride == (1, 1) and self.groups == 1:
-            unpadded = not any(self._reversed_padding_repeated_twice)
-            if unpadded and suits_pointwise(x, product_dtype(x, self.weight)):
-                return pointwise
+        by_pixel = self.training and self.kernel_size == self.stride == (1, 1) and self.groups == 1
+        if by_pixel and not any(self._padding()) and suits_pointwise(x, product_dtype(x, self.weight)):
+            return pointwise
         convolve: Operation = self._conv_forward
         return convolve
 
@@ -139,9 +145,17 @@ class _Conv(Decorrelated, _ConvNd):
         """The grid of an input with or without a batch; None for what is left to torch.nn, for its own error."""
         if not _has_channels(self, input):
             return None
-        sizes: Any = input.shape[-len(self.kernel_size) :]
-        padding = tuple(self._reversed_padding_repeated_twice)  # 'same' and 'valid' are numbers here
-        return accepted_grid(sizes, self.kernel_size, self.stride, padding, self.dilation, self.padding_mode)
+        n = len(self.kernel_size)
+        sizes: Any = input.shape[-n:]
+        kernel, stride, dilation = numbers(self.kernel_size, n), numbers(self.stride, n), numbers(self.dilation, n)
+        return accepted_grid(sizes, kernel, stride, self._padding(), dilation, self.padding_mode)
+
+    def _padding(self) -> tuple[int, ...]:
+        """As `F.pad` takes it: what the stock operation will pad by, if attributes have changed since, too."""
+        padding: Any = self.padding
+        if isinstance(padding, str) or self.padding_mode != "zeros":
+            return tuple(self._reversed_padding_repeated_twice)  # 'same' and 'valid' are numbers here
+        return tuple([size for size in reversed(numbers(padding, len(self.kernel_size))) for _ in range(2)])
 
 
 class Conv1d(_Conv, nn.Conv1d):

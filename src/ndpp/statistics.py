@@ -108,18 +108,20 @@ class RunningMoments(nn.Module):
             with torch.no_grad():
                 observe_op_(*state, [*batch], self.settings.momentum, more_may_come)
             return
-        self._present.open = more_may_come
+        begins, self._present.begins = self._present.begins, False
         if readable(state.cov):
-            self._observe_now(batch, more_may_come)
+            self._observe_now(batch, more_may_come, begins)
         else:
-            observe_(state, batch, self.settings.momentum, more_may_come)
+            observe_(state, batch, self.settings.momentum, more_may_come, begins)
 
     def _step(self) -> Moments:
         return Moments(self.step_rows, self.step_mean, self.step_cov, torch.ones_like(self.step_rows))
 
     @torch.no_grad()
-    def _observe_now(self, batch: Moments, more_may_come: bool) -> None:
-        """Where it can be asked whether there is something to observe, and if it begins a step."""
+    def _observe_now(self, batch: Moments, more_may_come: bool, begins: bool) -> None:
+        """Where it can be asked whether there is something to observe, and if there was in this step."""
+        if begins:
+            self.step_rows.zero_()
         new, usable = absolute(batch, self.step_rows)
         if usable:
             self._observe_usable(new)
@@ -178,7 +180,7 @@ class RunningMoments(nn.Module):
         """Before a call: begin a step, unless outputs of this one still await their backward pass. Its token."""
         awaiting = self._present.awaiting
         if awaiting is None or awaiting() is None:
-            self._new_step()  # the last call's graph is gone, with or without a backward pass
+            self._present.begins = True  # the last call's graph is gone, with or without a backward pass
         if not awaits_backward:
             return None
         token = _Token()
@@ -197,9 +199,8 @@ class RunningMoments(nn.Module):
         return ended, True
 
     def _new_step(self) -> None:
-        if self._present.open and (torch.is_inference_mode_enabled() or not self.step_rows.is_inference()):
+        if torch.is_inference_mode_enabled() or not self.step_rows.is_inference():
             self.step_rows.zero_()
-            self._present.open = False
 
     # --- evaluation ---
 
@@ -235,7 +236,6 @@ class RunningMoments(nn.Module):
         if mode != self.training:
             self._cache = None
             self._seen_masked = set()
-            self._present.open = True  # as far as is known: compiled code keeps no account
             self._new_step()
         super().train(mode)
         return self
@@ -333,7 +333,7 @@ class PresentStep:
     """What the host knows of the step that a layer is in."""
 
     awaiting: weakref.ref[_Token] | None = None  # the graph of its latest call, while it lives
-    open = True  # whether there may be rows of it
+    begins = False  # with the call that is being made
 
 
 class _EndOfStep(torch.autograd.Function):

@@ -27,20 +27,12 @@ from .whitening import Moments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .statistics import RunningMoments
-
 
 class Again(NamedTuple):
     """What a backward pass that is itself differentiated needs: the call once more, with a graph."""
 
     run: Callable[[Tensor, Tensor, Tensor | None], Sequence[Tensor | None]]
     tokens: object  # live as long as the graph of the call
-    layers: Sequence[RunningMoments]  # whose step it is
-
-    def end_step(self) -> None:
-        """The backward pass has come, and their rows are zero."""
-        for layer in self.layers:
-            layer._present.open = False
 
     def gradients(self, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of the inputs, differentiable."""
@@ -122,8 +114,6 @@ class Transform(torch.autograd.Function):
         grad_x, grad_folded, grad_constant = grads[:3]
         for step in step_rows:
             step.zero_()
-        if again is not None and step_rows:
-            again.end_step()
         if lead is not None:
             lead.clear()
         rest = (None,) * (13 + len(step_rows))

@@ -69,7 +69,7 @@ _STAGES = {
     "scaled_output_": "triton_passes",
     "scaled_gradient": "triton_passes",
 }
-_IN_PARTS = ("moments_adjoint_", "observe_")  # several launches that write in place: not to be begun anew
+_IN_PARTS = ("moments_adjoint_", "observe_")  # several launches that write in place: not to be begun anew half done
 
 
 # --- the stages ---
@@ -112,6 +112,7 @@ def forward(
 ) -> tuple[Moments, Folded]:
     """As `plain.forward`."""
     reason = cases.declines_rows(x, gain, view, plan) or cases.declines_fold(weight, plan, dtype)
+    reason = reason or cases.declines_places(x, weight, bias, *running)
     if reason is not None:  # one of the two may still be for a kernel
         batch = moments(x, gain, draws, view, plan)
         return batch, fold(batch, running, weight, bias, plan, dtype)
@@ -129,7 +130,7 @@ def fold(
     dtype: torch.dtype,
 ) -> Folded:
     """As `plain.fold`."""
-    reason = cases.declines_fold(weight, plan, dtype)
+    reason = cases.declines_fold(weight, plan, dtype) or cases.declines_places(weight, bias, batch.cov, *running)
     result: Folded = _run("fold", reason, weight, batch, running, weight, bias, plan, dtype)
     return result
 
@@ -150,9 +151,10 @@ def fold_adjoint(
     return result
 
 
-def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
+def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool, begins: bool = False) -> None:
     """As `plain.observe_`."""
-    _run("observe_", cases.declines_observing(state, batch), state.cov, state, batch, momentum, more_may_come)
+    reason = cases.declines_observing(state, batch)
+    _run("observe_", reason, state.cov, state, batch, momentum, more_may_come, begins)
 
 
 def scale(x: Tensor, plan: Plan) -> Tensor:
@@ -202,7 +204,8 @@ def _run(name: str, reason: str | None, on: Tensor, *arguments: Any) -> Any:
                 return _kernel(name)(*arguments)
         return _kernel(name)(*arguments)
     except Exception as error:
-        if not on.is_cuda or name in _IN_PARTS or not _cannot_compile(error):
+        half_done = name in _IN_PARTS and cases.module("triton_launch").works
+        if not on.is_cuda or half_done or not _cannot_compile(error):
             raise
         cases.failed[on.get_device()] = f"its kernels could not be built: {type(error).__name__}"
         warnings.warn(

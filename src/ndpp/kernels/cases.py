@@ -18,6 +18,7 @@ MODE = os.environ.get("NDPP_KERNELS", "triton")
 if MODE not in MODES:
     raise ValueError(f"NDPP_KERNELS must be one of {', '.join(MODES)}; got {MODE!r}")
 LEAST_CAPABILITY = (8, 0)  # products of bfloat16 and of TF32
+MOST_PROGRAMS = 65535  # along all axes of a grid but the first
 _OF_DEVICE = (torch.float32, torch.bfloat16, torch.float16)
 failed: dict[int, str] = {}  # what is wrong with devices for which kernels could not be built
 
@@ -82,6 +83,12 @@ def _recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
+def declines_places(*tensors: Tensor | None) -> str | None:
+    """Whether some lie elsewhere: their addresses are worth nothing to a kernel, and torch says what is wrong."""
+    places = {t.get_device() for t in tensors if t is not None}
+    return None if len(places) == 1 else "tensors on several devices"
+
+
 def declines_fold(weight: Tensor, plan: Plan, dtype: torch.dtype) -> str | None:
     """Why D and D·W are computed in plain PyTorch."""
     reason = declines(weight)
@@ -93,9 +100,16 @@ def declines_fold(weight: Tensor, plan: Plan, dtype: torch.dtype) -> str | None:
         return f"values of {weight.dtype}" if weight.dtype not in _OF_DEVICE else f"values of {dtype}"
     if plan.solver != "quartic":
         return f"solver {plan.solver!r}"
-    if plan.layout.shared and len(plan.layout.parts) > 1:
+    return _declines_layout(plan) or _declines_weight(weight, plan)
+
+
+@functools.lru_cache(4096)
+def _declines_layout(plan: Plan) -> str | None:
+    layout = plan.layout
+    if layout.shared and len(layout.parts) > 1:
         return "a smaller last block of a shared D"
-    return _declines_weight(weight, plan)
+    blocks = layout.groups * sum(part.blocks for part in layout.parts)
+    return f"more than {MOST_PROGRAMS} blocks" if blocks > MOST_PROGRAMS else None
 
 
 def _declines_weight(weight: Tensor, plan: Plan) -> str | None:
@@ -120,6 +134,9 @@ def declines_observing(state: Running, batch: Moments) -> str | None:
     if state.cov.dtype != torch.float32 or batch.cov.dtype != torch.float32:
         return "statistics that are not float32"
     buffers = (state.mean, state.cov, state.step_mean, state.step_cov)
+    reason = declines_places(*state, batch.cov)
+    if reason is not None:
+        return reason
     return None if all([t.is_contiguous() for t in buffers]) else "buffers that are not contiguous"
 
 
@@ -144,8 +161,8 @@ def _declines_view(
         return "more than three axes"
     if plan.padding_mode != "zeros" and any(axis.overhangs for axis in view.phase):
         return f"padding with {plan.padding_mode!r}"
-    if plan.layout.shared and len(plan.layout.parts) > 1:
-        return "a smaller last block of a shared D"
+    if (reason := _declines_layout(plan)) is not None:
+        return reason
     reach = sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
     cells = [
         count * picks for count, picks in zip((shape[0], *(a.count for a in view.phase)), view.budget, strict=True)

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad
 from torch import Tensor
 
 from .. import adjoints, roots, whitening
@@ -170,6 +171,7 @@ def folded(d: Tensor, stats: Moments, weight: Tensor, bias: Tensor | None, plan:
 def _lies_by_block(weight: Tensor, d: Tensor, plan: Plan) -> bool:
     """Whether the columns of a block lie side by side, on a CPU and outside of a graph: D·W then needs no copy."""
     recorded = torch.is_grad_enabled() and (weight.requires_grad or d.requires_grad)
+    recorded = recorded or torch.autograd.forward_ad._current_level >= 0
     one_part = plan.layout.groups == 1 and len(plan.layout.parts) == 1 and not plan.transposed
     return one_part and not recorded and weight.is_contiguous() and weight.dtype == d.dtype and readable(weight)
 
@@ -223,12 +225,16 @@ def newest_weight(tracked: Tensor, momentum: float | None, dtype: torch.dtype) -
 
 
 @torch.no_grad()
-def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
-    """Take a call's moments into the step, and the step into the running statistics, without asking the device."""
+def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool, begins: bool = False) -> None:
+    """Take a call's moments into the step, and the step into the running statistics, without asking the device.
+
+    begins: this call begins a step, whatever rows there are of another.
+    """
     new, usable = absolute(batch, state.step_rows)
-    fresh = state.step_rows == 0
+    present = torch.zeros_like(state.step_rows) if begins else state.step_rows
+    fresh = present == 0
     rows = torch.where(usable, new.rows, 0.0)
-    total = state.step_rows + rows
+    total = present + rows
     share = rows / total.clamp_min(1.0)
     state.tracked.add_(fresh & usable)
     weight = torch.where(usable, newest_weight(state.tracked, momentum, state.mean.dtype), 0.0)

@@ -8,6 +8,7 @@ called directly (`triton_direct`): Triton's own launch asks everything again eve
 # mypy: ignore-errors
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -37,6 +38,7 @@ class Launch(NamedTuple):
 
 
 recorded: list[Launch] | None = None  # a list here takes launches in place of the device
+works: set[int] = set()  # devices for which a kernel was built
 
 
 class Launcher:
@@ -47,8 +49,9 @@ class Launcher:
         self.compiled: dict[int, Any] = {}  # by device; for pointers that are aligned
 
     def prepared(self, grid: tuple[int, int, int], *numbers: float) -> Prepared:
-        """Of which all is known but the pointers."""
-        return Prepared(self, grid, numbers)
+        """Of which all is known but the pointers. Numbers are what they are on a device: of 32 bits."""
+        rounded = [ctypes.c_float(number).value if isinstance(number, float) else number for number in numbers]
+        return Prepared(self, grid, tuple(rounded))
 
     def start(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> Any:
         """By Triton, which compiles it if need be; what it has compiled."""
@@ -91,6 +94,7 @@ class Prepared:
             if direct is not None and direct(present, device):
                 return
         compiled = by.start(self.grid, pointers, self.numbers)
+        works.add(device)
         if aligned:
             by.compiled.setdefault(device, compiled)
 

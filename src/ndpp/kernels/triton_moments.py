@@ -20,7 +20,7 @@ from torch import Tensor
 from ..whitening import SMALLEST_UNIT, Moments
 from . import triton_rows as rows_of
 from .plan import Plan, View
-from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
+from .triton_launch import INTERPRETED, Prepared, cdiv, launcher, power_of_two
 from .triton_rows import (
     BLOCKS,
     CELLS,
@@ -35,7 +35,7 @@ from .triton_rows import (
     there,
 )
 
-ROWS, COLUMNS = 64, 64  # of a tile of the products
+ROWS, COLUMNS = 64, 64  # of a tile of the products; blocks of few features take tiles of fewer columns
 WARPS, STAGES = 8, 2
 PROGRAMS, MOST_PARTS = 528, 64  # four for each multiprocessor of an H200; constants, for one order of sums everywhere
 VECTORS = 3  # kept for each column of a part: shift, Σ of what is left, and by how much that was multiplied
@@ -273,24 +273,25 @@ def told_of(
     gains: tuple[int, ...],
 ) -> Told:
     own, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
-    tiles = cdiv(f, COLUMNS)
+    columns = columns_of(f)
+    tiles, warps = cdiv(f, columns), warps_of(columns)
     of_blocks = rows_of.blocks(plan)
     total = math.prod(view.budget) * (of_blocks[2] if plan.layout.shared else 1)
     parts, chunk = _parts(total, tiles * (tiles + 1) // 2 * own)
     narrow, precision = rows_of.products(dtype, INTERPRETED)
-    widely = rows_of.lies_widely(strides, dtype.itemsize, plan)
+    widely = rows_of.lies_widely(strides, dtype.itemsize, plan, rows_of.padded(view))
     kind = (len(view.phase), rows_of.padded(view), widely, strides[1] == 1, plan.layout.shared, tiles == 1)
-    start = launcher(_gram, WARPS, STAGES, (dtype, gained), *kind, narrow, precision, ROWS, COLUMNS, VECTORS)
+    start = launcher(_gram, warps, STAGES, (dtype, gained), *kind, narrow, precision, ROWS, columns, VECTORS)
     numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
     count = parts * own * tiles
     summed = (parts, chunk, total, tiles, count)
     positions = float(batch * math.prod([axis.count for axis in view.phase]))
-    finish = launcher(_finish, WARPS, STAGES, (), strides[1] == 1, COLUMNS, VECTORS, PEAKS)
+    finish = launcher(_finish, warps, STAGES, (), strides[1] == 1, columns, VECTORS, PEAKS)
     block, _, _, _, taps = of_blocks
     return Told(
         start.prepared((tiles * tiles, own, parts), *numbers, *of_blocks, total, chunk, tiles),
         finish.prepared((tiles * tiles, own, 1), f, taps, block, *summed, smallest_unit(plan), positions),
-        count * (tiles * COLUMNS * COLUMNS + COLUMNS * VECTORS + 1),
+        count * (tiles * columns * columns + columns * VECTORS + 1),
         summed,
         positions,
         own,
@@ -303,6 +304,15 @@ def _parts(total: int, programs: int) -> tuple[int, int]:
     parts = max(min(PROGRAMS // programs, cdiv(total, ROWS), MOST_PARTS), 1)
     chunk = cdiv(cdiv(total, parts), ROWS) * ROWS
     return cdiv(total, chunk), chunk
+
+
+def columns_of(f: int) -> int:
+    """Of a tile; 16 at least, as products take."""
+    return max(min(power_of_two(f), COLUMNS), 16)
+
+
+def warps_of(columns: int) -> int:
+    return WARPS if columns == COLUMNS else WARPS // 2
 
 
 def gram(x: Tensor, gain: Tensor | None, draws: Tensor, told: Told) -> Tensor:

@@ -21,7 +21,7 @@ from ..whitening import Moments
 from . import triton_rows as rows_of
 from .plan import Plan, View
 from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
-from .triton_moments import COLUMNS, load_rows
+from .triton_moments import STAGES, columns_of, load_rows, warps_of
 from .triton_rows import (
     BLOCKS,
     CELLS,
@@ -39,7 +39,6 @@ from .triton_rows import (
 )
 
 ROWS, ADDED_ROWS = 64, 32  # of a tile of products, and of one that is added
-WARPS, STAGES = 8, 2
 GRAD_PLACES = ("tb", "tc", "t0", "t1", "t2")
 
 
@@ -202,12 +201,13 @@ def _told(
 ) -> Told:
     layout = plan.layout
     own, f = sum(g for g, _ in layout.widths), layout.widths[0][1]
-    tiles, of_blocks = cdiv(f, COLUMNS), rows_of.blocks(plan)
+    columns, of_blocks = columns_of(f), rows_of.blocks(plan)
+    tiles = cdiv(f, columns)
     block, taps = of_blocks[0], of_blocks[4]
     by_tap, axes, padded = strides[1] == 1, len(view.phase), rows_of.padded(view)
     narrow, precision = rows_of.products(dtype, INTERPRETED)
     widely, widely_added = (
-        rows_of.lies_widely(s, kind.itemsize, plan) for s, kind in ((strides, dtype), (of_grad, grad_dtype))
+        rows_of.lies_widely(s, kind.itemsize, plan, padded) for s, kind in ((strides, dtype), (of_grad, grad_dtype))
     )
     shares, arranges = taps > 1 and not disjoint(view), taps > 1
     kind = (axes, padded, widely, by_tap, layout.shared, widely_added and by_tap)
@@ -216,9 +216,9 @@ def _told(
     repeats, each = of_blocks[2] if layout.shared else 1, math.prod(view.budget[1:])
     total = math.prod(view.budget) * repeats
     cells, of_taps, to_grad = rows_of.cells(batch, view), rows_of.taps(view), rows_of.places(of_grad)
-    arrange = launcher(_arrange, 4, 2, (narrow,), by_tap, COLUMNS)
-    adjoint = launcher(_adjoint, WARPS, STAGES, dtypes, *kind, arranges, narrow, precision, ROWS, COLUMNS)
-    add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, COLUMNS)
+    arrange = launcher(_arrange, 4, STAGES, (narrow,), by_tap, columns)
+    adjoint = launcher(_adjoint, warps_of(columns), STAGES, dtypes, *kind, arranges, narrow, precision, ROWS, columns)
+    add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, columns)
     return Told(
         arrange=arrange.prepared((tiles, tiles, own), f, taps, block) if arranges else None,
         arranged=torch.bfloat16 if narrow else torch.float32,
@@ -227,7 +227,7 @@ def _told(
             total, tiles, f, 1.0 / total, *to_grad,
         ),
         add=add.prepared(
-            (view.budget[0], layout.groups * sum(part.blocks for part in layout.parts), cdiv(block, COLUMNS)),
+            (view.budget[0], layout.groups * sum(part.blocks for part in layout.parts), cdiv(block, columns)),
             *cells, *of_taps, *of_blocks, total, each, f, own, *to_grad,
         ) if shares else None,
         of_gain=_gain_start(gained, plan, view, cells, gains, (total, own * tiles, each, repeats)),

@@ -28,7 +28,7 @@ def _lerp(old, new, share):
 def _observe_means(
     delta, running_mean, tracked, step_rows, step_mean, rows, mean, cov, unit,
     blocks, f, momentum, decay,
-    CUMULATIVE: tl.constexpr, MORE: tl.constexpr, SIZE: tl.constexpr,
+    CUMULATIVE: tl.constexpr, MORE: tl.constexpr, BEGINS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One program: is the batch worth anything, with what weights does it enter; all of the size of the means."""
     u, flags = tl.load(unit), delta + blocks * f
@@ -41,6 +41,8 @@ def _observe_means(
         fine = (tl.abs(m) < float("inf")) & (tl.abs(v) < float("inf"))  # nor is NaN
         finite = finite & (tl.sum(fine.to(tl.int32), 0) == SIZE)
     before = tl.load(step_rows)
+    if BEGINS:
+        before = before * 0
     count = tl.where(finite, tl.load(rows), 0.0)
     total = before + count
     share = tl.where(total > 0, count / tl.maximum(total, 1.0), 0.0)
@@ -48,6 +50,7 @@ def _observe_means(
     t = tl.maximum(number, 1).to(tl.float64)
     # In float64: the difference is small for a small momentum.
     weight = 1.0 / t if CUMULATIVE else momentum / (1.0 - tl.exp(t * decay))
+    weight = tl.where(number > 1, weight, 1.0)  # as in the twin: nothing is left of what is there at the start
     weight = tl.where(finite, weight.to(tl.float32), 0.0)
     tl.debug_barrier()  # everything was read
     tl.store(tracked, number)
@@ -91,9 +94,9 @@ class Told(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _told(blocks: int, f: int, momentum: float | None, more_may_come: bool) -> Told:
+def _told(blocks: int, f: int, momentum: float | None, more_may_come: bool, begins: bool) -> Told:
     decay = -math.inf if momentum is None or momentum == 1.0 else math.log1p(-momentum)
-    means = launcher(_observe_means, 8, 1, (), momentum is None, more_may_come, SIZE)
+    means = launcher(_observe_means, 8, 1, (), momentum is None, more_may_come, begins, SIZE)
     covariances = launcher(_observe_covariances, 4, 1, (), SIZE)
     return Told(
         means.prepared((1, 1, 1), blocks, f, 1.0 if momentum is None else float(momentum), decay),
@@ -101,10 +104,10 @@ def _told(blocks: int, f: int, momentum: float | None, more_may_come: bool) -> T
     )
 
 
-def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool) -> None:
+def observe_(state: Running, batch: Moments, momentum: float | None, more_may_come: bool, begins: bool = False) -> None:
     """As `plain.observe_`."""
     blocks, f = state.mean.shape
-    told = _told(blocks, f, momentum, more_may_come)
+    told = _told(blocks, f, momentum, more_may_come, begins)
     delta = state.mean.new_empty(blocks * f + FLAGS)
     rows, mean, cov, unit = [t.contiguous() for t in batch]
     told.means(delta, state.mean, state.tracked, state.step_rows, state.step_mean, rows, mean, cov, unit)

@@ -31,8 +31,9 @@ def _scale_shift(
     LAST: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """y·gain + b in place."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    at = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    wide = tl.cdiv(length, LENGTH)  # tiles of a line; a grid has room for them all along its first axis alone
+    line = tl.program_id(0) // wide * LINES + tl.arange(0, LINES)
+    at = tl.program_id(0) % wide * LENGTH + tl.arange(0, LENGTH)
     inside = at < length
     if ALIGNED:
         length = tl.multiple_of(length, 8)
@@ -156,7 +157,7 @@ def _tile(length: int) -> tuple[int, int]:
 def _output_told(lies: Lines, dtype: torch.dtype, gained: bool, bias: torch.dtype) -> Prepared:
     tile = _tile(lies.length)
     start = launcher(_scale_shift, WARPS, 1, (dtype, gained, bias), lies.last, lies.length % 8 == 0, *tile)
-    grid = (cdiv(lies.lines, tile[0]), cdiv(lies.length, tile[1]), 1)
+    grid = (cdiv(lies.lines, tile[0]) * cdiv(lies.length, tile[1]), 1, 1)
     return start.prepared(grid, lies.lines, lies.length, lies.each)
 
 

@@ -195,10 +195,13 @@ def padded(view: View) -> bool:
     return any(axis.overhangs for axis in view.phase)
 
 
-def lies_widely(strides: tuple[int, ...], itemsize: int, plan: Plan) -> bool:
-    """Whether columns of such an input come in runs that one load takes."""
+def lies_widely(strides: tuple[int, ...], itemsize: int, plan: Plan, overhangs: bool) -> bool:
+    """Whether columns of such an input come in runs that one load takes.
+
+    An axis of stride 1 beside that of the channels has one position, but where taps overhang.
+    """
     block, _, _, group_channels, _ = blocks(plan)
-    others = [s for s in strides if s != 1] + [block, group_channels]
+    others = [s for axis, s in enumerate(strides) if axis != 1 and (s != 1 or overhangs)] + [block, group_channels]
     return strides[1] == 1 and itemsize <= 4 and all(value % 8 == 0 for value in others)
 
 

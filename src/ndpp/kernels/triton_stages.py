@@ -19,7 +19,7 @@ from . import triton_root_wide as wide
 from . import triton_rows as rows_of
 from .plan import Folded, Plan, View
 from .triton_launch import INTERPRETED, Launcher, Prepared, cdiv, launcher, power_of_two
-from .triton_moments import COLUMNS, PEAKS, VECTORS, gram, moments, new_moments, smallest_unit
+from .triton_moments import PEAKS, VECTORS, columns_of, gram, moments, new_moments, smallest_unit
 
 PROGRAMS, LEAST_STEPS = 264, 4  # of a launch: two for each multiprocessor of an H200; of one program
 
@@ -49,7 +49,7 @@ def _told(plan: Plan, folded: torch.dtype) -> Told:
     block, _, _, _, taps = rows_of.blocks(plan)
 
     def solver(collect: bool, by_tap: bool) -> Launcher:
-        constants = (collect, by_tap, c, least, size, COLUMNS, VECTORS, PEAKS, precision)
+        constants = (collect, by_tap, c, least, size, columns_of(f), VECTORS, PEAKS, precision)
         return launcher(small._solve, warps, 2, (collect,), *constants)
 
     tiles = cdiv(f, wide.TILE)
