@@ -256,7 +256,13 @@ def test_what_is_no_tensor_is_refused_alike(name: str, bad: Any) -> None:
 @pytest.mark.parametrize("convert", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{"stride": [2, 2]}, {"stride": 2, "padding": [1, 1]}, {"padding": [1, 2]}, {"dilation": [1, 2]}, {"padding": "same"}],
+    [
+        {"stride": [2, 2]},
+        {"stride": 2, "padding": [1, 1]},
+        {"padding": [1, 2]},
+        {"dilation": [1, 2]},
+        {"padding": "same"},
+    ],
     ids=str,
 )
 def test_attributes_changed_after_construction(changes: dict[str, Any], convert: bool) -> None:

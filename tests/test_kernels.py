@@ -589,6 +589,32 @@ def test_capture(name: str) -> None:
         close(got, want, 1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_device_takes_default_layers(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages by kernels, and from the third step on the driver starts all of them."""
+    case = Case("default", 64, (14, 14), (kernel, kernel), padding=kernel // 2, batch=8, rows=512)
+    weight = torch.zeros(64, 64, kernel, kernel, device="cuda")
+    found = kernels.explain(case.input().cuda(), weight, case.view(), case.plan(solver="quartic"))
+    assert set(found.values()) == {"kernel"}
+    launch, direct = cases.module("triton_launch"), cases.module("triton_direct")
+    layer = ndpp.Conv2d(64, 64, kernel, padding=kernel // 2).cuda().to(memory_format=torch.channels_last)
+    x = torch.randn(8, 64, 14, 14, device="cuda").to(memory_format=torch.channels_last)
+    started, original = [], direct.Direct.__call__
+    for step in range(3):
+        if step == 2:
+            monkeypatch.setattr(launch.Launcher, "start", lambda self, *_: pytest.fail(f"{self.kernel} by Triton"))
+            monkeypatch.setattr(
+                direct.Direct, "__call__", lambda self, *told: started.append(original(self, *told)) or started[-1]
+            )
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x.clone().requires_grad_())
+        y.float().square().sum().backward()
+    assert len(started) >= 10
+    assert all(started)
+
+
 # --- the interpreter, and the compiler without a device ---
 
 
