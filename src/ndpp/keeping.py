@@ -24,6 +24,11 @@ def is_traced() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Whether a program is being exported. torch's own function says so, up to 2.11, of all that is compiled."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def readable(t: Tensor) -> bool:
     """Whether reading the value of a tensor waits for nothing: on the CPU, outside of tracing."""
     return t.device.type == "cpu" and not is_traced()

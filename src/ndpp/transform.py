@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import kernels, sync
 from .geometry import Grid
-from .keeping import is_traced
+from .keeping import is_exporting, is_traced
 from .kernels import Plan
 from .products import Link
 from .stages import stages
@@ -181,7 +181,7 @@ def declines(x: Tensor, grid: Grid, valid: Tensor | None, taps: int) -> str | No
         return "positions are masked"
     if len(grid.phases) > 1 or math.prod([len(axis.taps) for axis in grid.phases[0]]) < taps:
         return "a transposed convolution with several phases"
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+    if is_exporting() or torch._C._get_tracing_state() is not None:
         return "exported: only stock operators"
     if torch.compiler.is_compiling():  # which has its own way with what follows
         return None
