@@ -473,6 +473,58 @@ def test_kernel_of_scale(
     close(got[skip:] - grad[skip:], right[skip:] - grad[skip:], 1e-5, "gradient")
 
 
+@on_device
+@pytest.mark.parametrize("eps", [0.0, 1e-2])
+@pytest.mark.parametrize("mode", ["standardize", "rms"])
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 33), (2, 3, 2, 600), (40, 1)], ids=str)
+def test_kernel_of_rows_of_their_own_scale(shape: tuple[int, ...], mode: str, eps: float, device: str) -> None:
+    """Against the formula in float64: rows of any magnitude, also such that do not lie one after the other."""
+    x = (torch.randn(*shape[:-1], shape[-1] + 3) + 0.5)[..., : shape[-1]].to(device)
+    if eps == 0:
+        x[0] *= 1e18
+        x[1] *= 1e-18
+    grad = torch.randn(shape, device=device)
+    leaf = x.double().requires_grad_()
+    center = leaf.mean(-1, keepdim=True) if mode == "standardize" and shape[-1] > 1 else 0.0
+    if mode == "standardize" and shape[-1] == 1:
+        center = leaf
+    deviation = ((leaf - center).square().mean(-1, keepdim=True) + eps).sqrt()
+    want = (leaf - center) / torch.where(deviation > 0, deviation, 1.0)
+    with poisoned():
+        got = taken("normalised")(x, mode, eps, torch.float32)
+        back = taken("normalised_adjoint")(grad, x, mode, eps)
+    close(got, want, 1e-5, "values")
+    if shape[-1] > 1 or (mode == "rms" and eps > 0):
+        want.backward(grad.double())
+        for number in range(len(x)):  # of magnitudes of their own
+            close(back[number], leaf.grad[number], 1e-4, f"gradient {number}")
+    else:
+        assert (back * x).abs().max() < 1e-5, "a single value has no gradient"
+
+
+@on_device
+def test_kernel_of_rows_without_scale(device: str) -> None:
+    """Zeros, constants whose spread is rounding, and numbers that are none; rows of 16 bits from those of 32."""
+    x = torch.stack([torch.zeros(50), torch.full((50,), 0.1), torch.linspace(-1, 1, 50)]).to(device)
+    grad = torch.randn(3, 50, device=device)
+    for mode in ("standardize", "rms"):
+        got, want = taken("normalised")(x, mode, 0.0, torch.float32), plain.normalised(x, mode, 0.0, torch.float32)
+        assert got[0].abs().max() == 0
+        assert (got - want).abs().max() < 0.2, "rounding in units of rounding"
+        back, right = taken("normalised_adjoint")(grad, x, mode, 0.0), plain.normalised_adjoint(grad, x, mode, 0.0)
+        assert back[0].abs().max() == 0
+        close(back[2], right[2], 1e-5, mode)
+        if mode == "rms":
+            close(back[1], right[1], 1e-4, mode)
+        half = taken("normalised")(x, mode, 0.0, torch.float16)
+        assert half.dtype == torch.float16
+        close(half, got, 1e-3, "rounded")
+    x[2, 7] = math.nan
+    got = taken("normalised")(x, "standardize", 0.0, torch.float32)
+    assert got[2].isnan().any()
+    assert got[:2].isfinite().all()
+
+
 # --- running statistics ---
 
 
@@ -520,6 +572,8 @@ def test_kernel_of_the_first_running_statistics(momentum: float, device: str) ->
 LAYERS: dict[str, tuple[Any, tuple[int, ...], ndpp.Settings]] = {
     "linear": (lambda s: ndpp.Linear(6, 4, settings=s), (30, 6), ndpp.Settings(rows=11, scale="std")),
     "tokens": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(scale="l1")),
+    "standardized": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(scale="standardize")),
+    "rms": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(scale="rms", scale_eps=1e-5)),
     "newton": (lambda s: ndpp.Linear(6, 4, settings=s), (3, 7, 6), ndpp.Settings(solver="newton")),
     "wide": (lambda s: ndpp.Linear(140, 4, settings=s), (150, 140), ndpp.Settings()),
     "conv": (lambda s: ndpp.Conv2d(4, 5, 3, padding=1, settings=s), (3, 4, 6, 5), ndpp.Settings(rows=40)),

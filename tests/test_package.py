@@ -35,11 +35,19 @@ KERNELS = [
     "triton_launch",
     "triton_rows",
     "triton_moments",
+    "triton_gathered",
     "triton_root",
     "triton_root_wide",
     "triton_fold",
 ]
-KERNELS += ["triton_scale", "triton_passes", "triton_moments_adjoint", "triton_observe", "triton_stages"]
+KERNELS += [
+    "triton_scale",
+    "triton_normal",
+    "triton_passes",
+    "triton_moments_adjoint",
+    "triton_observe",
+    "triton_stages",
+]
 CONVERSION = ["surgery", "norms", "reading", "report", "planning", "tracing", "absorb", "adopt"]
 CONVERSION += ["convert", "fold", "share"]
 PACKAGES = ("conversion", "kernels")

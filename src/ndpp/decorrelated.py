@@ -129,14 +129,14 @@ class Decorrelated(Recorded):
         batch, gain, awaits_backward, link = None, None, False, None
         with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
-                x, gain = self._scaled(x, valid, dtype == torch.float16)
+                x, gain = self._scaled(x, valid, dtype)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
                 layers = (self, *others)
                 trained = self._trained(x, grid, weight, bias, valid, dtype, layers, source)
                 x, weight, bias, gain, batch, awaits_backward, link = trained
             else:
-                x, gain = self._scaled(x, valid, dtype == torch.float16)
+                x, gain = self._scaled(x, valid, dtype)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
             y = operation(x, weight, bias) if self._per_row_scale else shifted_output(operation, x, weight, bias)
@@ -229,10 +229,8 @@ class Decorrelated(Recorded):
         finite = _is_finite(x, None) if self.settings.nonfinite == "raise" else None
         if x.numel() == 0:
             plan, key = self._plan_unscaled, self._plan_unscaled_key
-        elif plan.scale == "standardize" or (
-            plan.scale != "none" and (dtype == torch.float16 or self._has_native_scale)
-        ):
-            x, _ = self._scaled(x, valid, dtype == torch.float16)
+        elif plan.scale == "standardize" or (plan.scale != "none" and (dtype == torch.float16 or self._normalises)):
+            x, _ = self._scaled(x, valid, dtype)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         draws = draw(x.device, plan.samples_rows)
         again, link, awaits_backward = None, None, torch.is_grad_enabled() and not _is_recomputation()
@@ -270,7 +268,7 @@ class Decorrelated(Recorded):
     ) -> Trained:
         """A training call as plain operations, which autograd records."""
         finite = _is_finite(x, valid) if self.settings.nonfinite == "raise" else None
-        x, gain = self._scaled(x, valid, dtype == torch.float16)
+        x, gain = self._scaled(x, valid, dtype)
         draws = draw(x.device, self._plan.samples_rows)
         batch = self._moments_of_call(x, gain, grid, valid, draws, finite)
         x = x if finite is None else self._checked(x, batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import kernels, sync, whitening
 from .geometry import Grid, Phase
+from .keeping import is_traced
 from .rows import patches, row_weights
 from .sampling import Sample, choose, every, row_budget
 from .statistics import RunningMoments
@@ -31,6 +32,26 @@ class Rows(NamedTuple):
     taps: Tensor  # where they stand among all taps of the kernel
 
 
+class Normalised(torch.autograd.Function):
+    """S·X of rows, by kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, mode: str, eps: float, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.told = mode, eps, dtype
+        return kernels.normalised(rows, mode, eps, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), (mode, eps, dtype) = ctx.saved_tensors, ctx.told
+        if not torch.is_grad_enabled():
+            return kernels.normalised_adjoint(grad, rows, mode, eps), None, None, None
+        with no_autocast(rows.device.type):  # as in the forward pass
+            leaf = torch.ops.aten.alias(rows)
+            y = kernels.plain.normalised(leaf, mode, eps, dtype)
+            return torch.autograd.grad(y, leaf, grad, create_graph=True)[0], None, None, None
+
+
 class Recorded(RunningMoments):
     """S, and the moments of the rows of S·X."""
 
@@ -38,8 +59,11 @@ class Recorded(RunningMoments):
 
     # --- S ---
 
-    def _scaled(self, x: Tensor, valid: Tensor | None, narrow: bool) -> tuple[Tensor, Tensor | None]:
-        """The input, and a gain for the output where scale commutes with the layer and its range allows."""
+    def _scaled(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The input, and a gain for the output where scale commutes with the layer and its range allows.
+
+        `dtype` is that of the products: where it is narrow, the input is scaled.
+        """
         inside = inside_part = None
         if valid is not None and not self._per_row_scale:
             inside = valid[:, None]
@@ -48,21 +72,26 @@ class Recorded(RunningMoments):
         mode = self.settings.scale
         if mode == "none" or x.numel() == 0:
             return x, None
-        if self._has_native_scale:
-            return self._normalised(x, mode), None
+        if self._normalises:
+            rows = x.movedim(1, -1)
+            if not is_traced() and kernels.declines_normal(rows, dtype) is None:
+                return Normalised.apply(rows, mode, self.settings.scale_eps, dtype).movedim(-1, 1), None
+            if self.settings.scale_eps > 0:
+                return self._normalised(x, mode), None
         part, dim = kernels.scaled_part(x, self._plan)
         if inside is not None:
             inside_part = kernels.scaled_part(inside, self._plan)[0]
         center, gain = whitening.sample_scale(part, mode, dim, inside_part, self.settings.scale_eps)
-        if mode != "standardize" and not narrow:
+        if mode != "standardize" and dtype != torch.float16:
             return x, gain
         scaled = ((x.to(gain.dtype) - center) * gain).to(x.dtype)
         return (scaled if inside is None else torch.where(inside, scaled, 0.0)), None
 
     @property
-    def _has_native_scale(self) -> bool:
-        s = self.settings
-        return self._per_row_scale and s.scale_eps > 0 and s.scale in ("standardize", "rms")
+    def _normalises(self) -> bool:
+        """Whether S·X is what LayerNorm or RMSNorm makes of rows: by a kernel, or where there is an ε by torch's."""
+        mode = self.settings.scale
+        return self._per_row_scale and (mode == "standardize" or (mode == "rms" and self.settings.scale_eps > 0))
 
     def _normalised(self, x: Tensor, mode: str) -> Tensor:
         """Every row as LayerNorm or RMSNorm has it, by torch's own kernel; its ε keeps rows without spread finite."""
@@ -135,9 +164,9 @@ class Recorded(RunningMoments):
 
     def _exact_moments(self, x: Tensor, grid: Grid, valid: Tensor | None) -> Moments:
         """Of S·X over every position, without anything else that a call does."""
-        narrow = product_dtype(x, x) == torch.float16
+        dtype = product_dtype(x, x)
         with no_autocast(x.device.type):
-            return self._every_row(*self._scaled(x, valid, narrow), grid, valid)
+            return self._every_row(*self._scaled(x, valid, dtype), grid, valid)
 
     def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
         """Moments over every position, in chunks of bounded memory."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..whitening import Moments
 from . import cases, plain
-from .cases import explain
+from .cases import declines_normal, explain
 from .plain import (
     Folded,
     Plan,
@@ -37,6 +37,7 @@ __all__ = [
     "Running",
     "View",
     "absolute",
+    "declines_normal",
     "explain",
     "fold",
     "fold_adjoint",
@@ -46,6 +47,8 @@ __all__ = [
     "moments",
     "moments_adjoint_",
     "newest_weight",
+    "normalised",
+    "normalised_adjoint",
     "observe_",
     "root",
     "scale",
@@ -60,11 +63,13 @@ _STAGES = {
     "forward": "triton_stages",
     "fold": "triton_stages",
     "fold_adjoint": "triton_stages",
-    "moments": "triton_moments",
+    "moments": "triton_gathered",
     "moments_adjoint_": "triton_moments_adjoint",
     "observe_": "triton_observe",
     "scale": "triton_scale",
     "scale_adjoint_": "triton_scale",
+    "normalised": "triton_normal",
+    "normalised_adjoint": "triton_normal",
     "gain_adjoint": "triton_passes",
     "scaled_output_": "triton_passes",
     "scaled_gradient": "triton_passes",
@@ -166,6 +171,19 @@ def scale(x: Tensor, plan: Plan) -> Tensor:
 def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, plan: Plan) -> None:
     """As `plain.scale_adjoint_`."""
     _run("scale_adjoint_", cases.declines_scale(x, grad, plan), x, grad, x, gain, grad_gain, plan)
+
+
+def normalised(rows: Tensor, mode: str, eps: float, dtype: torch.dtype) -> Tensor:
+    """As `plain.normalised`."""
+    result: Tensor = _run("normalised", cases.declines_normal(rows, dtype), rows, rows, mode, eps, dtype)
+    return result
+
+
+def normalised_adjoint(grad: Tensor, rows: Tensor, mode: str, eps: float) -> Tensor:
+    """As `plain.normalised_adjoint`."""
+    reason = cases.declines_normal(rows, grad.dtype)
+    result: Tensor = _run("normalised_adjoint", reason, rows, grad, rows, mode, eps)
+    return result
 
 
 def gain_adjoint(grad: Tensor, x: Tensor, gain: Tensor, plan: Plan) -> Tensor:

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad
 from torch import Tensor
 
 from ..whitening import Moments
@@ -216,3 +217,16 @@ def declines_scale(x: Tensor, grad: Tensor, plan: Plan) -> str | None:
     if reason is None:
         reason = _declines_gradient(grad.shape, grad.stride()) or _declines_gradient(x.shape, x.stride())
     return module("triton_scale").declines(x, plan) if reason is None else reason
+
+
+def declines_normal(rows: Tensor, dtype: torch.dtype) -> str | None:
+    """Why rows are brought to their own scale in plain PyTorch."""
+    reason = declines(rows)
+    if reason is not None:
+        return reason
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if rows.dtype not in _OF_DEVICE or dtype not in _OF_DEVICE or rows.numel() == 0:
+        return "no values" if rows.numel() == 0 else f"values of {rows.dtype}"
+    found: str | None = module("triton_normal").declines(rows)
+    return found

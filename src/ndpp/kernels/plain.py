@@ -17,7 +17,16 @@ from ..geometry import grouped, ungrouped
 from ..keeping import kept, readable, seen
 from ..whitening import Moments
 from .plain_moments import moments, moments_adjoint_
-from .plain_scale import gain_adjoint, scale, scale_adjoint_, scaled_gradient, scaled_output_, scaled_part
+from .plain_scale import (
+    gain_adjoint,
+    normalised,
+    normalised_adjoint,
+    scale,
+    scale_adjoint_,
+    scaled_gradient,
+    scaled_output_,
+    scaled_part,
+)
 from .plan import Folded, Plan, Running, View
 
 __all__ = [
@@ -35,6 +44,8 @@ __all__ = [
     "moments",
     "moments_adjoint_",
     "newest_weight",
+    "normalised",
+    "normalised_adjoint",
     "observe_",
     "root",
     "root_adjoint",

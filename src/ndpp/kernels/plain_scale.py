@@ -34,6 +34,19 @@ def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, pla
     scaled_part(grad, plan)[0].add_(added.to(grad.dtype))
 
 
+def normalised(rows: Tensor, mode: str, eps: float, dtype: torch.dtype) -> Tensor:
+    """(rows - center)·gain, with a scale of its own for each row of (…, columns)."""
+    center, gain = whitening.sample_scale(rows, mode, (-1,), eps=eps)
+    return ((rows.to(gain.dtype) - center) * gain).to(dtype)
+
+
+def normalised_adjoint(grad: Tensor, rows: Tensor, mode: str, eps: float) -> Tensor:
+    """The gradient of the rows from that of `normalised`."""
+    with torch.enable_grad():
+        leaf = rows.detach().requires_grad_()
+        return torch.autograd.grad(normalised(leaf, mode, eps, grad.dtype), leaf, grad)[0]
+
+
 def scaled_part(x: Tensor, plan: Plan) -> tuple[Tensor, tuple[int, ...]]:
     """What of x enters the scale, and over which axes."""
     if plan.per_row:

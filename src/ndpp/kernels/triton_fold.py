@@ -156,8 +156,8 @@ def _weight_gradient(
 @triton.jit
 def _root_gradient(
     of_d, of_shift, grad, constants, weight, mean, unit, own, part, parts, tile_i, tile_j, each, f, outputs, blocks,
-    strides, of_folded, owns, BY_TAP: tl.constexpr, EVEN: tl.constexpr, NARROW: tl.constexpr, OUTPUTS: tl.constexpr,
-    FEATURES: tl.constexpr, PRECISION: tl.constexpr,
+    strides, of_folded, owns, BY_TAP: tl.constexpr, EVEN: tl.constexpr, SINGLE: tl.constexpr, NARROW: tl.constexpr,
+    OUTPUTS: tl.constexpr, FEATURES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of (Wᵀ·P + Pᵀ·W)/2 over a part of the outputs, of all blocks that share a D, and its mirror image.
 
@@ -174,19 +174,22 @@ def _root_gradient(
         group, first, width = _group_of(own + step // lines, blocks)
         o = step % lines * OUTPUTS + tl.arange(0, OUTPUTS)
         place_i, inside_i = _weights(group, first, width, o, i[0], i[1], outputs, taps, strides, EVEN)
-        place_j, inside_j = _weights(group, first, width, o, j[0], j[1], outputs, taps, strides, EVEN)
         w_i = tl.load(weight + place_i, inside_i, 0.0).to(tl.float32)
-        w_j = tl.load(weight + place_j, inside_j, 0.0).to(tl.float32)
-        p_i = _product_gradient(
-            grad, constants, mean + own * f, unit, group, first, width, o, i, outputs, taps, of_folded, EVEN
-        )  # fmt: skip
         p_j = _product_gradient(
             grad, constants, mean + own * f, unit, group, first, width, o, j, outputs, taps, of_folded, EVEN
         )  # fmt: skip
         total = _product(tl.trans(w_i), p_j, total, NARROW, PRECISION)
-        total = _product(tl.trans(p_i), w_j, total, NARROW, PRECISION)
+        if not SINGLE:
+            place_j, inside_j = _weights(group, first, width, o, j[0], j[1], outputs, taps, strides, EVEN)
+            w_j = tl.load(weight + place_j, inside_j, 0.0).to(tl.float32)
+            p_i = _product_gradient(
+                grad, constants, mean + own * f, unit, group, first, width, o, i, outputs, taps, of_folded, EVEN
+            )  # fmt: skip
+            total = _product(tl.trans(p_i), w_j, total, NARROW, PRECISION)
         of_constant = tl.load(constants + group * outputs + o, o < outputs, 0.0).to(tl.float32)
         shift -= tl.sum(w_i * of_constant[:, None], 0)
+    if SINGLE:  # the one tile there is: the other product is the transpose
+        total += tl.trans(total)
     in_i, in_j = (i[0] < block) & (i[1] < taps), (j[0] < block) & (j[1] < taps)
     inside, whole = in_i[:, None] & in_j[None, :], part * owns + own
     place, total = of_d + whole.to(tl.int64) * f * f, total * tl.div_rn(0.5, unit)
@@ -206,8 +209,9 @@ def _fold_adjoint(
     of_weight, of_d, grad, constants, weight, d, mean, unit_of_used,
     f, outputs, many, wide, of_roots, each, parts, owns,
     block, full_blocks, full, group_channels, taps, wg, wo, wc, wt, vg, vo, vc, vt,
-    SHARED: tl.constexpr, BY_TAP: tl.constexpr, EVEN: tl.constexpr, EVEN_LINES: tl.constexpr, EVEN_OUT: tl.constexpr,
-    NARROW: tl.constexpr, OUTPUTS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr, SHARED: tl.constexpr, BY_TAP: tl.constexpr, EVEN: tl.constexpr, EVEN_LINES: tl.constexpr,
+    EVEN_OUT: tl.constexpr, NARROW: tl.constexpr, OUTPUTS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of D: tiles of Wᵀ·P, which take longest. Of W: tiles of P·D, `many` by `wide` for each block.
 
@@ -223,7 +227,7 @@ def _fold_adjoint(
             _root_gradient(
                 of_d, of_d + (parts * owns).to(tl.int64) * f * f, grad, constants, weight, mean, unit,
                 rest % owns, rest // owns, parts, tile_i, tile_j, each, f, outputs, blocks, strides, of_folded, owns,
-                BY_TAP, EVEN, NARROW, OUTPUTS, FEATURES, PRECISION,
+                BY_TAP, EVEN, SINGLE, NARROW, OUTPUTS, FEATURES, PRECISION,
             )  # fmt: skip
     else:
         rest = number - of_roots

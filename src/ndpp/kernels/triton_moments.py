@@ -62,7 +62,7 @@ def load_rows(
 
 
 @triton.jit
-def _start(value, count):
+def first_of_part(value, count):
     """From the first rows of a part: means of columns, and the power of two that brings their magnitude to 1."""
     peak = tl.max(tl.max(tl.abs(value), 1), 0)
     power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -105,13 +105,13 @@ def _gram(
     first, _ = load_rows(
         x, gain, draws, begin + lines, end, own, columns_i, told, AXES, PADDED, WIDELY, SHARED
     )  # fmt: skip
-    shift_i, unit_i = _start(first, count)
+    shift_i, unit_i = first_of_part(first, count)
     shift_j, unit_j = shift_i, unit_i
     if not SINGLE:
         other, _ = load_rows(
             x, gain, draws, begin + lines, end, own, columns_j, told, AXES, PADDED, WIDELY, SHARED
         )  # fmt: skip
-        shift_j, unit_j = _start(other, count)
+        shift_j, unit_j = first_of_part(other, count)
     product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
     residual = tl.zeros((COLUMNS,), tl.float32)
     peak = tl.zeros((COLUMNS,), tl.int32)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..whitening import Moments
+from . import triton_gathered as gathered
 from . import triton_rows as rows_of
 from .plan import Plan, View
 from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
@@ -57,7 +58,7 @@ def _arrange(out, grad_cov, f, taps, block, BY_TAP: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles", "f", *GRAD_PLACES])
 def _adjoint(
-    grad, back_rows, of_rows, g_or_sum, grad_mean, rows, mean, unit, x, gain, draws,
+    grad, back_rows, of_rows, g_or_sum, grad_mean, rows, mean, unit, x, gain, draws, gathered,
     batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
     sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, tiles, f, share,
     tb, tc, t0, t1, t2,
@@ -77,11 +78,15 @@ def _adjoint(
     at = tl.arange(0, COLUMNS)
     back = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.range(0, tiles):
-        channel, tap, feature = column_parts(k * COLUMNS + at, block, taps, BY_TAP)
-        columns = (channel, tap, there(channel, tap, own, told[4], WIDELY))
-        c, keep = load_rows(x, gain, draws, row, last, own, columns, told, AXES, PADDED, WIDELY, SHARED)
-        mu = tl.load(mean + own * f + feature, columns[2], 0.0)
-        c = tl.where(keep, c * scale - mu[None, :], 0.0)
+        if gathered is None:
+            channel, tap, feature = column_parts(k * COLUMNS + at, block, taps, BY_TAP)
+            columns = (channel, tap, there(channel, tap, own, told[4], WIDELY))
+            c, keep = load_rows(x, gain, draws, row, last, own, columns, told, AXES, PADDED, WIDELY, SHARED)
+            mu = tl.load(mean + own * f + feature, columns[2], 0.0)
+            c = tl.where(keep, c * scale - mu[None, :], 0.0)
+        else:
+            place = (own.to(tl.int64) * tl.num_programs(0) * ROWS + row) * (tiles * COLUMNS)
+            c = tl.load(gathered + place[:, None] + (k * COLUMNS + at)[None, :])
         line, column = k * COLUMNS + at, j * COLUMNS + at
         both = (line < f)[:, None] & (column < f)[None, :]
         of_block = g_or_sum + own.to(tl.int64) * f * f
@@ -178,6 +183,7 @@ def _gain_adjoint(
 class Told(NamedTuple):
     """The launches for one kind of call."""
 
+    gather: gathered.Told | None  # where rows are written before they are multiplied
     arrange: Prepared | None  # where columns are ordered otherwise than features
     arranged: torch.dtype
     adjoint: Prepared
@@ -212,7 +218,8 @@ def _told(
     shares, arranges = taps > 1 and not disjoint(view), taps > 1
     kind = (axes, padded, widely, by_tap, layout.shared, widely_added and by_tap)
     # rows that are written first are written in the dtype of the gradient
-    dtypes = (dtype, gained, grad_dtype, shares)
+    gather = gathered.told_of(batch, strides, dtype, view, plan, gained, gains)
+    dtypes = (dtype, gained, grad_dtype, shares, gather is not None)
     repeats, each = of_blocks[2] if layout.shared else 1, math.prod(view.budget[1:])
     total = math.prod(view.budget) * repeats
     cells, of_taps, to_grad = rows_of.cells(batch, view), rows_of.taps(view), rows_of.places(of_grad)
@@ -220,6 +227,7 @@ def _told(
     adjoint = launcher(_adjoint, warps_of(columns), STAGES, dtypes, *kind, arranges, narrow, precision, ROWS, columns)
     add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, columns)
     return Told(
+        gather=gather,
         arrange=arrange.prepared((tiles, tiles, own), f, taps, block) if arranges else None,
         arranged=torch.bfloat16 if narrow else torch.float32,
         adjoint=adjoint.prepared(
@@ -284,7 +292,9 @@ def moments_adjoint_(
     rows_ = None if told.add is None else grad.new_empty(told.written)
     of_rows = None if gain is None else grad_mean.new_empty(told.gained)
     rows, mean = stats.rows, stats.mean.contiguous()
-    told.adjoint(grad, rows_, of_rows, grad_cov, grad_mean.contiguous(), rows, mean, stats.unit, x, gain, draws)
+    centred = None if told.gather is None else gathered.centred(x, gain, draws, stats, mean, told.gather)
+    pointers = (grad, rows_, of_rows, grad_cov, grad_mean.contiguous(), rows, mean, stats.unit, x, gain, draws)
+    told.adjoint(*pointers, centred)
     if told.add is not None:
         told.add(grad, rows_, rows, draws)
     if told.of_gain is None:

@@ -18,8 +18,9 @@ from . import triton_root as small
 from . import triton_root_wide as wide
 from . import triton_rows as rows_of
 from .plan import Folded, Plan, View
+from .triton_gathered import moments
 from .triton_launch import INTERPRETED, Launcher, Prepared, cdiv, launcher, power_of_two
-from .triton_moments import PEAKS, VECTORS, columns_of, gram, moments, new_moments, smallest_unit
+from .triton_moments import PEAKS, VECTORS, columns_of, gram, new_moments, smallest_unit
 
 PROGRAMS, LEAST_STEPS = 264, 4  # of a launch: two for each multiprocessor of an H200; of one program
 
@@ -201,13 +202,14 @@ def _folding(
     folded: torch.dtype,
     places: tuple[int, ...],
     of_folded: tuple[int, ...],
+    *more: bool,
 ) -> Launcher:
     """A launch that reads and writes weights that lie like these."""
     by_tap = _by_tap(places, plan) and _by_tap(of_folded, plan)
     alike = by_tap or not (_by_tap(places, plan) or _by_tap(of_folded, plan))
     even = alike and _even(places, plan) and _even(of_folded, plan)
     even_lines, narrow = plan.layout.widths[0][1] % 8 == 0, folded == torch.bfloat16 and not INTERPRETED
-    kind = (plan.layout.shared, by_tap, even, even_lines, even and not by_tap, narrow)
+    kind = (*more, plan.layout.shared, by_tap, even, even_lines, even and not by_tap, narrow)
     tile = (fold_kernels.OUTPUTS, fold_kernels.FEATURES, fold_kernels.DEPTH)
     precision = "tf32" if folded.itemsize == 2 else "tf32x3"
     return launcher(kernel, fold_kernels.WARPS, fold_kernels.STAGES, (weight, folded), *kind, *tile, precision)
@@ -257,7 +259,7 @@ def _adjoint_told(
     parts = _parts(each * many, wide_ * wide_ * told.own)
     of_roots = wide_ * wide_ * told.own * parts
     at, of_grad = _places(shape, strides, plan), _places(shape, grad_strides, plan)
-    start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad)
+    start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad, wide_ == 1)
     numbers = (told.f, outputs, many, wide_, of_roots, each, parts, told.own)
     solve = told.solve_adjoint.prepared((told.own, 1, 1), told.f, parts, *told.numbers)
     return ToldAdjoint(

@@ -1,0 +1,213 @@
+"""Rows of wide blocks, written down before they are multiplied: what takes several tiles would be looked for in each.
+
+`_gather` finds every entry once, and `_gram_of_gathered` is a plain product that ends with μ and Cov. Where rows are so
+many that they should not be written, `triton_moments` reads them as it goes.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..whitening import Moments
+from . import triton_moments as as_read
+from . import triton_rows as rows_of
+from .plan import Plan, View
+from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
+from .triton_moments import PEAKS, first_of_part, load_rows, smallest_unit, unit_of
+from .triton_rows import BLOCKS, CELLS, GAINS, PLACES, TAPS, column_parts, there
+
+ROWS, COLUMNS = 64, 64  # of a tile that is written, and of one that is read
+FIRST = 16  # rows that say around what the others are
+SUMS = 32  # of tiles, at a time
+WARPS, STAGES = 4, 4  # of the product
+GATHER_WARPS = 4
+MOST_ROWS, MOST_BYTES = 1 << 13, 1 << 27  # that are written down
+
+
+@triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles"])
+def _gather(
+    gathered, kept, x, gain, draws, rows, mean, unit,
+    batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
+    sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, tiles,
+    AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """A tile of the rows: less the mean of the first ones and in a unit of theirs; or, given moments, centred."""
+    line, j, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lines, blocks, width = tl.num_programs(0), tl.num_programs(2), tiles * COLUMNS
+    told = (
+        (batch, samples, c0, c1, c2, p0, p1, p2), (n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2),
+        (sb, sc, s0, s1, s2), (gb, g0, g1, g2), (block, full_blocks, full, group_channels, taps),
+    )  # fmt: skip
+    column = j * COLUMNS + tl.arange(0, COLUMNS)
+    channel, tap, feature = column_parts(column, block, taps, BY_TAP)
+    columns = (channel, tap, there(channel, tap, own, told[4], WIDELY))
+    row = line * ROWS + tl.arange(0, ROWS)
+    last = total
+    if mean is not None:
+        last = tl.where(tl.load(rows) > 0, total, 0)  # where there was nothing to look at, there is nothing to add
+    a, keep = load_rows(x, gain, draws, row, last, own, columns, told, AXES, PADDED, WIDELY, SHARED)
+    if mean is None:
+        first, _ = load_rows(
+            x, gain, draws, tl.arange(0, FIRST), total, own, columns, told, AXES, PADDED, WIDELY, SHARED
+        )  # fmt: skip
+        shift, by = first_of_part(first, tl.minimum(total, FIRST).to(tl.float32))
+        peak = tl.max(tl.max(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 0)
+        a = tl.where(keep, (a - shift[None, :]) * by, 0.0)
+        sums = kept + (line * blocks + own) * width
+        tl.store(sums + column, tl.sum(a, 0))
+        peaks = kept + lines * blocks * width
+        tl.store(peaks + (line * blocks + own) * tiles + j, peak.to(tl.float32, bitcast=True))
+        if line == 0:
+            shifts = peaks + lines * blocks * tiles + own * width
+            tl.store(shifts + column, shift)
+            tl.store(shifts + blocks * width + column, shift * 0 + by)
+    else:
+        mu = tl.load(mean + own * (block * taps) + feature, columns[2], 0.0)
+        a = tl.where(keep, a * tl.div_rn(1.0, tl.load(unit)) - mu[None, :], 0.0)
+    place = (own.to(tl.int64) * lines * ROWS + row) * width
+    tl.store(gathered + place[:, None] + column[None, :], a.to(gathered.dtype.element_ty))
+
+
+@triton.jit
+def _sums(kept, own, blocks, width, lines, column, SUMS: tl.constexpr):
+    """Of columns, over all lines."""
+    total = column.to(tl.float32) * 0
+    for start in tl.range(0, lines, SUMS):
+        line = start + tl.arange(0, SUMS)
+        at = kept + ((line * blocks + own) * width)[:, None] + column[None, :]
+        total += tl.sum(tl.load(at, (line < lines)[:, None], 0.0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["f", "taps", "block", "total", "tiles", "lines"])
+def _gram_of_gathered(
+    rows, mean, cov, unit_out, gathered, kept, f, taps, block, total, tiles, lines, smallest, positions,
+    BY_TAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
+    PEAKS: tl.constexpr,
+):  # fmt: skip
+    """One tile of the upper triangle of Cov, and its mirror image; features in the order (channel, tap)."""
+    i, j, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    if j < i:
+        return
+    blocks, width = tl.num_programs(1), tiles * COLUMNS
+    at_i, at_j = i * COLUMNS + tl.arange(0, COLUMNS), j * COLUMNS + tl.arange(0, COLUMNS)
+    here = gathered + own.to(tl.int64) * lines * ROWS * width
+    lines_of = tl.arange(0, ROWS)[:, None] * width
+    product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    for line in tl.range(0, lines):
+        place = here + line * (ROWS * width) + lines_of
+        a = tl.load(place + at_i[None, :])
+        b = tl.load(place + at_j[None, :])
+        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
+    peaks = kept + lines * blocks * width
+    shifts = peaks + lines * blocks * tiles + own * width
+    unit, finite = unit_of(peaks, lines * blocks * tiles, smallest, PEAKS)
+    inverse = tl.div_rn(1.0, unit)
+    by_i = inverse / tl.load(shifts + blocks * width + at_i)
+    by_j = inverse / tl.load(shifts + blocks * width + at_j)
+    left = _sums(kept, own, blocks, width, lines, at_i, SUMS) * by_i
+    right = _sums(kept, own, blocks, width, lines, at_j, SUMS) * by_j
+    product = (product * by_i[:, None] * by_j[None, :] - left[:, None] * (right / total)[None, :]) / total
+    product = tl.where(finite, product, 0.0)
+    _, _, feature_i = column_parts(at_i, block, taps, BY_TAP)
+    _, _, feature_j = column_parts(at_j, block, taps, BY_TAP)
+    in_i, in_j = at_i < f, at_j < f
+    inside, out = in_i[:, None] & in_j[None, :], cov + own.to(tl.int64) * f * f
+    if i == j:
+        product = (product + tl.trans(product)) * 0.5  # no order of summation is promised to be that of the transpose
+        of_mean = tl.load(shifts + at_i) * inverse + left / total
+        tl.store(mean + own * f + feature_i, tl.where(finite, of_mean, 0.0), in_i)
+        if (i == 0) & (own == 0):
+            tl.store(unit_out, unit)
+            tl.store(rows, tl.where(finite, positions, float("nan")))
+    else:
+        tl.store(out + feature_j[None, :] * f + feature_i[:, None], product, inside)
+    tl.store(out + feature_i[:, None] * f + feature_j[None, :], product, inside)
+
+
+# --- what they are told ---
+
+
+class Told(NamedTuple):
+    """The launches for one kind of call."""
+
+    gather: Prepared
+    gram: Prepared
+    dtype: torch.dtype  # of what is written
+    size: int
+    kept: int
+    own: int
+    f: int
+
+
+@functools.lru_cache(4096)
+def told_of(
+    batch: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    view: View,
+    plan: Plan,
+    gained: torch.dtype | None,
+    gains: tuple[int, ...],
+) -> Told | None:
+    """None where rows are not to be written: for narrow blocks, and where they are many."""
+    own, f = sum(g for g, _ in plan.layout.widths), plan.layout.widths[0][1]
+    tiles, of_blocks = cdiv(f, COLUMNS), rows_of.blocks(plan)
+    total = math.prod(view.budget) * (of_blocks[2] if plan.layout.shared else 1)
+    lines = cdiv(total, ROWS)
+    size = own * lines * ROWS * tiles * COLUMNS
+    narrow, precision = rows_of.products(dtype, INTERPRETED)
+    written = torch.bfloat16 if narrow else torch.float32
+    if tiles == 1 or total > MOST_ROWS or size * written.itemsize > MOST_BYTES:
+        return None
+    padded = rows_of.padded(view)
+    kind = (len(view.phase), padded, rows_of.lies_widely(strides, dtype.itemsize, plan, padded), strides[1] == 1)
+    gather = launcher(
+        _gather, GATHER_WARPS, 1, (dtype, gained, written), *kind, plan.layout.shared, ROWS, COLUMNS, FIRST
+    )
+    numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
+    gram = launcher(_gram_of_gathered, WARPS, STAGES, (written,), kind[3], precision, ROWS, COLUMNS, SUMS, PEAKS)
+    positions = float(batch * math.prod([axis.count for axis in view.phase]))
+    block, _, _, _, taps = of_blocks
+    return Told(
+        gather=gather.prepared((lines, tiles, own), *numbers, *of_blocks, total, tiles),
+        gram=gram.prepared(
+            (tiles * tiles, own, 1), f, taps, block, total, tiles, lines, smallest_unit(plan), positions
+        ),
+        dtype=written,
+        size=size,
+        kept=own * tiles * (lines * (COLUMNS + 1) + 2 * COLUMNS),
+        own=own,
+        f=f,
+    )
+
+
+def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Plan) -> Moments:
+    """As `plain.moments`."""
+    kind = (None, (0, 0, 0, 0)) if gain is None else (gain.dtype, rows_of.gain_strides(gain))
+    told = told_of(x.shape[0], x.stride(), x.dtype, view, plan, *kind)
+    if told is None:
+        return as_read.moments(x, gain, draws, view, plan)
+    gathered = torch.empty(told.size, dtype=told.dtype, device=x.device)
+    kept = torch.empty(told.kept, dtype=torch.float32, device=x.device)
+    told.gather(gathered, kept, x, gain, draws, None, None, None)
+    new, own, f = kept.new_empty, told.own, told.f
+    found = Moments(new(()), new((own, f)), new((own, f, f)), new(()))
+    told.gram(*found, gathered, kept)
+    return found
+
+
+def centred(x: Tensor, gain: Tensor | None, draws: Tensor, stats: Moments, mean: Tensor, told: Told) -> Tensor:
+    """The rows in their unit, less their mean; zeros where there are none."""
+    gathered = torch.empty(told.size, dtype=told.dtype, device=x.device)
+    told.gather(gathered, None, x, gain, draws, stats.rows, mean, stats.unit)
+    return gathered
