@@ -283,6 +283,7 @@ def test_kernel_of_fold_in_parts(name: str, device: str, monkeypatch: pytest.Mon
     """Where outputs are many, the gradient of D comes in parts of them."""
     stages = cases.module("triton_stages")
     monkeypatch.setattr(stages, "LEAST_STEPS", 1)
+    monkeypatch.setattr(stages, "LEAST_OF_SMALL", 1)
     stages._adjoint_told.cache_clear()
     layer, plan, batch, running = folding(name, device)
     weight = layer.weight.detach()

@@ -141,6 +141,7 @@ class Told(NamedTuple):
     """The launches for one kind of call."""
 
     gather: Prepared
+    centre: Prepared
     gram: Prepared
     dtype: torch.dtype  # of what is written
     size: int
@@ -171,15 +172,19 @@ def told_of(
         return None
     padded = rows_of.padded(view)
     kind = (len(view.phase), padded, rows_of.lies_widely(strides, dtype.itemsize, plan, padded), strides[1] == 1)
-    gather = launcher(
-        _gather, GATHER_WARPS, 1, (dtype, gained, written), *kind, plan.layout.shared, ROWS, COLUMNS, FIRST
+    sizes = (plan.layout.shared, ROWS, COLUMNS, FIRST)
+    gather, centre = (
+        launcher(_gather, GATHER_WARPS, 1, (dtype, gained, written, *given), *kind, *sizes)
+        for given in ((), (torch.float32,))
     )
     numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
     gram = launcher(_gram_of_gathered, WARPS, STAGES, (written,), kind[3], precision, ROWS, COLUMNS, SUMS, PEAKS)
     positions = float(batch * math.prod([axis.count for axis in view.phase]))
     block, _, _, _, taps = of_blocks
+    numbers = (*numbers, *of_blocks, total, tiles)
     return Told(
-        gather=gather.prepared((lines, tiles, own), *numbers, *of_blocks, total, tiles),
+        gather=gather.prepared((lines, tiles, own), *numbers),
+        centre=centre.prepared((lines, tiles, own), *numbers),
         gram=gram.prepared(
             (tiles * tiles, own, 1), f, taps, block, total, tiles, lines, smallest_unit(plan), positions
         ),
@@ -209,5 +214,5 @@ def moments(x: Tensor, gain: Tensor | None, draws: Tensor, view: View, plan: Pla
 def centred(x: Tensor, gain: Tensor | None, draws: Tensor, stats: Moments, mean: Tensor, told: Told) -> Tensor:
     """The rows in their unit, less their mean; zeros where there are none."""
     gathered = torch.empty(told.size, dtype=told.dtype, device=x.device)
-    told.gather(gathered, None, x, gain, draws, stats.rows, mean, stats.unit)
+    told.centre(gathered, None, x, gain, draws, stats.rows, mean, stats.unit)
     return gathered

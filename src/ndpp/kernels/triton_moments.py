@@ -37,6 +37,7 @@ from .triton_rows import (
 
 ROWS, COLUMNS = 64, 64  # of a tile of the products; blocks of few features take tiles of fewer columns
 WARPS, STAGES = 8, 2
+LEAST_TILES = 2  # of rows, for a program
 PROGRAMS, MOST_PARTS = 528, 64  # four for each multiprocessor of an H200; constants, for one order of sums everywhere
 VECTORS = 3  # kept for each column of a part: shift, Σ of what is left, and by how much that was multiplied
 SUMMED = ("total", "chunk", "tiles")
@@ -301,7 +302,7 @@ def told_of(
 
 def _parts(total: int, programs: int) -> tuple[int, int]:
     """How many parts of how many rows: enough programs for the device, and whole tiles for a program."""
-    parts = max(min(PROGRAMS // programs, cdiv(total, ROWS), MOST_PARTS), 1)
+    parts = max(min(PROGRAMS // programs, cdiv(total, LEAST_TILES * ROWS), MOST_PARTS), 1)
     chunk = cdiv(cdiv(total, parts), ROWS) * ROWS
     return cdiv(total, chunk), chunk
 
@@ -322,7 +323,7 @@ def gram(x: Tensor, gain: Tensor | None, draws: Tensor, told: Told) -> Tensor:
     return found
 
 
-PEAKS = 256
+PEAKS = 1024
 
 
 def smallest_unit(plan: Plan) -> float:

@@ -23,6 +23,7 @@ from .triton_launch import INTERPRETED, Launcher, Prepared, cdiv, launcher, powe
 from .triton_moments import PEAKS, VECTORS, columns_of, gram, new_moments, smallest_unit
 
 PROGRAMS, LEAST_STEPS = 264, 4  # of a launch: two for each multiprocessor of an H200; of one program
+LEAST_OF_SMALL, MOST_OF_SMALL = 2, 8  # steps and parts, where the launch that follows adds up the parts
 
 
 class Told(NamedTuple):
@@ -229,8 +230,10 @@ def _even(places: tuple[int, ...], plan: Plan) -> bool:
     return together and all(n % 8 == 0 for n in (of_group, of_output, block * whole, channels * whole))
 
 
-def _parts(steps: int, programs: int) -> int:
+def _parts(steps: int, programs: int, small_: bool) -> int:
     """Into how many parts the outputs are divided, so that few wide programs do not keep a device waiting."""
+    if small_:
+        return max(min(PROGRAMS // programs, steps // LEAST_OF_SMALL, MOST_OF_SMALL), 1)
     return max(min(PROGRAMS // programs, steps // LEAST_STEPS), 1)
 
 
@@ -256,7 +259,7 @@ def _adjoint_told(
     many, wide_ = cdiv(outputs, fold_kernels.OUTPUTS), cdiv(told.f, fold_kernels.FEATURES)
     blocks = plan.layout.groups * sum(part.blocks for part in plan.layout.parts)
     each = blocks if plan.layout.shared else 1
-    parts = _parts(each * many, wide_ * wide_ * told.own)
+    parts = _parts(each * many, wide_ * wide_ * told.own, told.f <= small.WIDEST)
     of_roots = wide_ * wide_ * told.own * parts
     at, of_grad = _places(shape, strides, plan), _places(shape, grad_strides, plan)
     start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad, wide_ == 1)
