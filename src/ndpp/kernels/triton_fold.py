@@ -15,7 +15,8 @@ from .triton_rows import BLOCKS, block_channels, column_parts
 
 OUTPUTS, FEATURES, DEPTH = 64, 64, 64  # of a tile, and of the factors that are loaded at a time
 WARPS, STAGES = 8, 2
-LINES, COLUMNS, WARPS_OF_LINES = 8, 512, 4  # of the products with μ
+WARPS_IN_A_CROWD = 4  # where programs are more than a device can take at once
+LINES, COLUMNS, WARPS_OF_LINES = 4, 1024, 4  # of the products with μ
 OF_WEIGHT = ("wg", "wo", "wc", "wt")
 OF_FOLDED = ("vg", "vo", "vc", "vt")
 RUN = tl.constexpr(8)

@@ -24,10 +24,10 @@ from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
 from .triton_moments import PEAKS, first_of_part, load_rows, smallest_unit, unit_of
 from .triton_rows import BLOCKS, CELLS, GAINS, PLACES, TAPS, column_parts, there
 
-ROWS, COLUMNS = 64, 64  # of a tile that is written, and of one that is read
+ROWS, COLUMNS = 128, 64  # of a tile that is written, and of one that is read
 FIRST = 16  # rows that say around what the others are
 SUMS = 32  # of tiles, at a time
-WARPS, STAGES = 4, 4  # of the product
+WARPS, OF_16_BITS, OF_32_BITS = 4, (128, 3), (32, 2)  # of the product: rows at a time, and stages
 GATHER_WARPS = 4
 MOST_ROWS, MOST_BYTES = 1 << 13, 1 << 27  # that are written down
 
@@ -88,9 +88,9 @@ def _sums(kept, own, blocks, width, lines, column, SUMS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["f", "taps", "block", "total", "tiles", "lines"])
+@triton.jit(do_not_specialize=["f", "taps", "block", "total", "tiles", "lines", "steps"])
 def _gram_of_gathered(
-    rows, mean, cov, unit_out, gathered, kept, f, taps, block, total, tiles, lines, smallest, positions,
+    rows, mean, cov, unit_out, gathered, kept, f, taps, block, total, tiles, lines, steps, smallest, positions,
     BY_TAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
     PEAKS: tl.constexpr,
 ):  # fmt: skip
@@ -100,11 +100,11 @@ def _gram_of_gathered(
         return
     blocks, width = tl.num_programs(1), tiles * COLUMNS
     at_i, at_j = i * COLUMNS + tl.arange(0, COLUMNS), j * COLUMNS + tl.arange(0, COLUMNS)
-    here = gathered + own.to(tl.int64) * lines * ROWS * width
+    here = gathered + own.to(tl.int64) * steps * ROWS * width
     lines_of = tl.arange(0, ROWS)[:, None] * width
     product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
-    for line in tl.range(0, lines):
-        place = here + line * (ROWS * width) + lines_of
+    for step in tl.range(0, steps):
+        place = here + step * (ROWS * width) + lines_of
         a = tl.load(place + at_i[None, :])
         b = tl.load(place + at_j[None, :])
         product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
@@ -178,7 +178,8 @@ def told_of(
         for given in ((), (torch.float32,))
     )
     numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
-    gram = launcher(_gram_of_gathered, WARPS, STAGES, (written,), kind[3], precision, ROWS, COLUMNS, SUMS, PEAKS)
+    read, stages = OF_16_BITS if narrow else OF_32_BITS
+    gram = launcher(_gram_of_gathered, WARPS, stages, (written,), kind[3], precision, read, COLUMNS, SUMS, PEAKS)
     positions = float(batch * math.prod([axis.count for axis in view.phase]))
     block, _, _, _, taps = of_blocks
     numbers = (*numbers, *of_blocks, total, tiles)
@@ -186,7 +187,16 @@ def told_of(
         gather=gather.prepared((lines, tiles, own), *numbers),
         centre=centre.prepared((lines, tiles, own), *numbers),
         gram=gram.prepared(
-            (tiles * tiles, own, 1), f, taps, block, total, tiles, lines, smallest_unit(plan), positions
+            (tiles * tiles, own, 1),
+            f,
+            taps,
+            block,
+            total,
+            tiles,
+            lines,
+            lines * ROWS // read,
+            smallest_unit(plan),
+            positions,
         ),
         dtype=written,
         size=size,

@@ -32,7 +32,6 @@ from .triton_rows import (
     block_channels,
     column_parts,
     entry_places,
-    feature_columns,
     gain_places,
     located,
     row_places,
@@ -45,22 +44,22 @@ GRAD_PLACES = ("tb", "tc", "t0", "t1", "t2")
 
 @triton.jit(do_not_specialize=["f", "taps", "block"])
 def _arrange(out, grad_cov, f, taps, block, BY_TAP: tl.constexpr, COLUMNS: tl.constexpr):
-    """G + Gᵀ, with features in the order of columns."""
-    own, at = tl.program_id(2), tl.arange(0, COLUMNS)
+    """G + Gᵀ with features in the order of columns, in whole tiles: zeros beyond them."""
+    own, at, width = tl.program_id(2), tl.arange(0, COLUMNS), tl.num_programs(0) * COLUMNS
     i, j = tl.program_id(0) * COLUMNS + at, tl.program_id(1) * COLUMNS + at
-    place = grad_cov + own.to(tl.int64) * f * f
-    inside = (i < f)[:, None] & (j < f)[None, :]
-    mirrored = tl.load(place + j[:, None] * f + i[None, :], (j < f)[:, None] & (i < f)[None, :], 0.0)
-    both = tl.load(place + i[:, None] * f + j[None, :], inside, 0.0) + tl.trans(mirrored)
-    to_i, to_j = feature_columns(i, block, taps, BY_TAP), feature_columns(j, block, taps, BY_TAP)
-    tl.store(out + own.to(tl.int64) * f * f + to_i[:, None] * f + to_j[None, :], both, inside)
+    _, _, line = column_parts(i, block, taps, BY_TAP)
+    _, _, column = column_parts(j, block, taps, BY_TAP)
+    place, inside = grad_cov + own.to(tl.int64) * f * f, (i < f)[:, None] & (j < f)[None, :]
+    both = tl.load(place + line[:, None] * f + column[None, :], inside, 0.0)
+    both += tl.load(place + column[None, :] * f + line[:, None], inside, 0.0)
+    tl.store(out + own.to(tl.int64) * width * width + i[:, None] * width + j[None, :], both)
 
 
-@triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles", "f", *GRAD_PLACES])
+@triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles", "f", "written", *GRAD_PLACES])
 def _adjoint(
     grad, back_rows, of_rows, g_or_sum, grad_mean, rows, mean, unit, x, gain, draws, gathered,
     batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
-    sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, tiles, f, share,
+    sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, tiles, f, written, share,
     tb, tc, t0, t1, t2,
     AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
     WIDELY_ADDED: tl.constexpr, ARRANGED: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,13 +84,17 @@ def _adjoint(
             mu = tl.load(mean + own * f + feature, columns[2], 0.0)
             c = tl.where(keep, c * scale - mu[None, :], 0.0)
         else:
-            place = (own.to(tl.int64) * tl.num_programs(0) * ROWS + row) * (tiles * COLUMNS)
+            place = (own.to(tl.int64) * written + row) * (tiles * COLUMNS)
             c = tl.load(gathered + place[:, None] + (k * COLUMNS + at)[None, :])
         line, column = k * COLUMNS + at, j * COLUMNS + at
-        both = (line < f)[:, None] & (column < f)[None, :]
-        of_block = g_or_sum + own.to(tl.int64) * f * f
-        g = tl.load(of_block + line[:, None] * f + column[None, :], both, 0.0)
-        if not ARRANGED:
+        if ARRANGED:
+            width = tiles * COLUMNS
+            of_block = g_or_sum + own.to(tl.int64) * width * width
+            g = tl.load(of_block + line[:, None] * width + column[None, :])
+        else:
+            both = (line < f)[:, None] & (column < f)[None, :]
+            of_block = g_or_sum + own.to(tl.int64) * f * f
+            g = tl.load(of_block + line[:, None] * f + column[None, :], both, 0.0)
             swapped = (column < f)[:, None] & (line < f)[None, :]
             g += tl.trans(tl.load(of_block + column[:, None] * f + line[None, :], swapped, 0.0))
         if NARROW:
@@ -185,7 +188,7 @@ class Told(NamedTuple):
 
     gather: gathered.Told | None  # where rows are written before they are multiplied
     arrange: Prepared | None  # where columns are ordered otherwise than features
-    arranged: torch.dtype
+    arranged: tuple[int, torch.dtype]  # size of what it leaves
     adjoint: Prepared
     add: Prepared | None  # where rows share entries
     of_gain: Prepared | None
@@ -215,24 +218,25 @@ def _told(
     widely, widely_added = (
         rows_of.lies_widely(s, kind.itemsize, plan, padded) for s, kind in ((strides, dtype), (of_grad, grad_dtype))
     )
-    shares, arranges = taps > 1 and not disjoint(view), taps > 1
+    gather = gathered.told_of(batch, strides, dtype, view, plan, gained, gains)
+    shares, arranges = taps > 1 and not disjoint(view), taps > 1 or gather is not None
     kind = (axes, padded, widely, by_tap, layout.shared, widely_added and by_tap)
     # rows that are written first are written in the dtype of the gradient
-    gather = gathered.told_of(batch, strides, dtype, view, plan, gained, gains)
     dtypes = (dtype, gained, grad_dtype, shares, gather is not None)
     repeats, each = of_blocks[2] if layout.shared else 1, math.prod(view.budget[1:])
     total = math.prod(view.budget) * repeats
     cells, of_taps, to_grad = rows_of.cells(batch, view), rows_of.taps(view), rows_of.places(of_grad)
     arrange = launcher(_arrange, 4, STAGES, (narrow,), by_tap, columns)
-    adjoint = launcher(_adjoint, warps_of(columns), STAGES, dtypes, *kind, arranges, narrow, precision, ROWS, columns)
+    lines = ROWS if gather is None else gathered.ROWS
+    adjoint = launcher(_adjoint, warps_of(columns), STAGES, dtypes, *kind, arranges, narrow, precision, lines, columns)
     add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, columns)
     return Told(
         gather=gather,
         arrange=arrange.prepared((tiles, tiles, own), f, taps, block) if arranges else None,
-        arranged=torch.bfloat16 if narrow else torch.float32,
+        arranged=(own * (tiles * columns) ** 2, torch.bfloat16 if narrow else torch.float32),
         adjoint=adjoint.prepared(
-            (cdiv(total, ROWS), tiles, own), *cells, *of_taps, *rows_of.places(strides), *gains, *of_blocks,
-            total, tiles, f, 1.0 / total, *to_grad,
+            (cdiv(total, lines), tiles, own), *cells, *of_taps, *rows_of.places(strides), *gains, *of_blocks,
+            total, tiles, f, cdiv(total, lines) * lines, 1.0 / total, *to_grad,
         ),
         add=add.prepared(
             (view.budget[0], layout.groups * sum(part.blocks for part in layout.parts), cdiv(block, columns)),
@@ -286,7 +290,8 @@ def moments_adjoint_(
     told = _told(x.shape[0], x.stride(), x.dtype, grad.stride(), grad.dtype, view, plan, *kind)
     grad_cov = grad_cov.contiguous()
     if told.arrange is not None:
-        arranged = torch.empty_like(grad_cov, dtype=told.arranged)
+        size, dtype = told.arranged
+        arranged = torch.empty(size, dtype=dtype, device=grad_cov.device)
         told.arrange(arranged, grad_cov)
         grad_cov = arranged
     rows_ = None if told.add is None else grad.new_empty(told.written)

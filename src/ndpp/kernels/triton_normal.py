@@ -14,6 +14,7 @@ from torch import Tensor
 from ..whitening import SMALLEST_UNIT, variance_floor
 from .triton_launch import Prepared, launcher, power_of_two
 
+RUN = tl.constexpr(8)
 WIDEST = 1 << 14  # columns of a row that one program holds
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 FLOOR = tl.constexpr(variance_floor(torch.float32))
@@ -42,29 +43,38 @@ def _of_row(x, inside, columns, root_eps, CENTERS: tl.constexpr):
     return z * by, by, unit, flat
 
 
+@triton.jit
+def _places(step, at, EVEN: tl.constexpr):
+    """Of the columns of a row. EVEN: rows begin, and end, at multiples of eight."""
+    start = tl.program_id(0).to(tl.int64) * step
+    return tl.multiple_of(start, RUN) + at if EVEN else start + at
+
+
 @triton.jit(do_not_specialize=["columns", "step"])
-def _normalise(out, x, columns, step, root_eps, CENTERS: tl.constexpr, SIZE: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    inside = at < columns
-    values = tl.load(x + row * step + at, inside, 0.0).to(tl.float32)
+def _normalise(out, x, columns, step, root_eps, CENTERS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    inside = tl.max_constancy(at < columns, [RUN]) if EVEN else at < columns
+    values = tl.load(x + _places(step, at, EVEN), inside, 0.0).to(tl.float32)
     y, _, _, _ = _of_row(values, inside, columns, root_eps, CENTERS)
-    tl.store(out + row * columns + at, y.to(out.dtype.element_ty), inside)
+    tl.store(out + _places(columns, at, EVEN), y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["columns", "step", "of_grad"])
-def _normalise_adjoint(out, grad, x, columns, step, of_grad, root_eps, CENTERS: tl.constexpr, SIZE: tl.constexpr):
+def _normalise_adjoint(
+    out, grad, x, columns, step, of_grad, root_eps, CENTERS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr
+):
     """(dy - mean dy - y·mean(dy·y))/σ; where the spread is rounding, σ moves with the mean square."""
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    inside = at < columns
-    values = tl.load(x + row * step + at, inside, 0.0).to(tl.float32)
+    at = tl.arange(0, SIZE)
+    inside = tl.max_constancy(at < columns, [RUN]) if EVEN else at < columns
+    values = tl.load(x + _places(step, at, EVEN), inside, 0.0).to(tl.float32)
     y, by, unit, flat = _of_row(values, inside, columns, root_eps, CENTERS)
-    dy = tl.load(grad + row * of_grad + at, inside, 0.0).to(tl.float32)
+    dy = tl.load(grad + _places(of_grad, at, EVEN), inside, 0.0).to(tl.float32)
     along = tl.sum(dy * y, 0) / columns
     if CENTERS:
         dy -= tl.sum(dy, 0) / columns
         y = tl.where(flat, values * tl.div_rn(1.0, unit) * (FLOOR * by), y)
     dx = (dy - y * along) * by * tl.div_rn(1.0, unit)
-    tl.store(out + row * columns + at, dx.to(out.dtype.element_ty), inside)
+    tl.store(out + _places(columns, at, EVEN), dx.to(out.dtype.element_ty), inside)
 
 
 @functools.lru_cache(4096)
@@ -79,7 +89,8 @@ def _told(
 ) -> Prepared:
     size = max(power_of_two(columns), 32)
     warps = min(max(size // 512, 1), 16)
-    start = launcher(globals()[kernel], warps, 1, dtypes, mode == "standardize", size)
+    even = all(number % RUN.value == 0 for number in (columns, *strides))
+    start = launcher(globals()[kernel], warps, 1, dtypes, mode == "standardize", even, size)
     return start.prepared((rows, 1, 1), columns, *strides, math.sqrt(eps))
 
 

@@ -15,6 +15,7 @@ from .triton_root import ridge_of
 
 TILE, DEPTH = 64, 32  # of an output, and of the factors that are loaded at a time
 WARPS, STAGES = 8, 2
+CROWD = 132  # programs at once: the multiprocessors of an H200
 RUN = tl.constexpr(8)
 NUMBERS = ["f", "tiles", "first_last", "last_width"]
 

@@ -56,14 +56,18 @@ def _told(plan: Plan, folded: torch.dtype) -> Told:
 
     tiles = cdiv(f, wide.TILE)
     told = (least, plan.shrinkage > 0, power_of_two(f), f % 8 == 0)
-    parts, tile = power_of_two(tiles * tiles), (wide.TILE, wide.DEPTH, precision)
-    how = (wide.WARPS, wide.STAGES, ())
+    parts, few = power_of_two(tiles * tiles), wide.WARPS // 2 if precision == "tf32" else wide.WARPS
+    crowd = tiles * (tiles + 1) // 2 * own > wide.CROWD  # then fewer warps, so that more programs run at once
+
+    def of_tiles(kernel: Any, warps: int, *more: Any) -> Launcher:
+        return launcher(kernel, warps, wide.STAGES, (), *more, wide.TILE, wide.DEPTH, precision)
+
     of_wide = (
-        launcher(wide._square, *how, *told, *tile),
-        launcher(wide._quartic, *how, c, *told, parts, *tile),
-        launcher(wide._square_adjoint, *how, *told, *tile),
-        launcher(wide._quartic_adjoint, *how, c, *told, parts, *tile),
-        launcher(wide._finish_adjoint, *how, *told, parts, wide.TILE),
+        of_tiles(wide._square, few if crowd else wide.WARPS, *told),
+        of_tiles(wide._quartic, wide.WARPS, c, *told, parts),
+        of_tiles(wide._square_adjoint, few, *told),
+        of_tiles(wide._quartic_adjoint, few, c, *told, parts),
+        launcher(wide._finish_adjoint, wide.WARPS, wide.STAGES, (), *told, parts, wide.TILE),
     )
     ridge, widths = (math.sqrt(plan.eps), float(plan.shrinkage)), (layout.widths[0][0], layout.widths[-1][1])
     grids, numbers = ((tiles**2, own, 1),) * 4 + ((tiles, own, 1),), (*ridge, *widths)
@@ -204,6 +208,7 @@ def _folding(
     places: tuple[int, ...],
     of_folded: tuple[int, ...],
     *more: bool,
+    warps: int = fold_kernels.WARPS,
 ) -> Launcher:
     """A launch that reads and writes weights that lie like these."""
     by_tap = _by_tap(places, plan) and _by_tap(of_folded, plan)
@@ -213,7 +218,7 @@ def _folding(
     kind = (*more, plan.layout.shared, by_tap, even, even_lines, even and not by_tap, narrow)
     tile = (fold_kernels.OUTPUTS, fold_kernels.FEATURES, fold_kernels.DEPTH)
     precision = "tf32" if folded.itemsize == 2 else "tf32x3"
-    return launcher(kernel, fold_kernels.WARPS, fold_kernels.STAGES, (weight, folded), *kind, *tile, precision)
+    return launcher(kernel, warps, fold_kernels.STAGES, (weight, folded), *kind, *tile, precision)
 
 
 def _by_tap(places: tuple[int, ...], plan: Plan) -> bool:
@@ -262,11 +267,13 @@ def _adjoint_told(
     parts = _parts(each * many, wide_ * wide_ * told.own, told.f <= small.WIDEST)
     of_roots = wide_ * wide_ * told.own * parts
     at, of_grad = _places(shape, strides, plan), _places(shape, grad_strides, plan)
-    start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad, wide_ == 1)
+    programs = of_roots + many * wide_ * blocks
+    warps = fold_kernels.WARPS if programs < PROGRAMS else fold_kernels.WARPS_IN_A_CROWD
+    start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad, wide_ == 1, warps=warps)
     numbers = (told.f, outputs, many, wide_, of_roots, each, parts, told.own)
     solve = told.solve_adjoint.prepared((told.own, 1, 1), told.f, parts, *told.numbers)
     return ToldAdjoint(
-        start.prepared((of_roots + many * wide_ * blocks, 1, 1), *numbers, *of_blocks, *at, *of_grad),
+        start.prepared((programs, 1, 1), *numbers, *of_blocks, *at, *of_grad),
         solve if told.f <= small.WIDEST else None,
         parts,
     )
