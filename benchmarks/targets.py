@@ -37,12 +37,17 @@ RUNS = {
         "--model resnet50 --batch 128 --variants bn,nd-l1 --modes compiled",
         "--model resnet50 --batch 128 --variants bn,nd-std --modes compiled",
         "--model resnet50 --batch 128 --variants bn,none --modes compiled",
+        "--model resnet50 --batch 128 --variants bn,nd --modes graphs",
+        "--model resnet50 --batch 128 --variants bn,nd --modes graphed",
     ),
     "small-batch": (
         "--model resnet50 --batch 16 --variants bn,nd,none",
         "--model resnet50 --batch 16 --variants bn,nd --modes graphs",
     ),
-    "vit": ("--model vit_b_16 --batch 64 --variants bn,nd-standardize,none",),
+    "vit": (
+        "--model vit_b_16 --batch 64 --variants bn,nd-standardize,none",
+        "--model vit_b_16 --batch 64 --variants bn,nd-standardize --modes graphed",
+    ),
     "deeplab": ("--model deeplab --variants bn,nd",),
     "mask-rcnn": ("--model maskrcnn --variants bn,nd,nd-l1,nd-share,nd-l1-share",),
 }

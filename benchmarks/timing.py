@@ -31,9 +31,9 @@ def dtype_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="bf16 is autocast; fp32 is TF32")
 
 
-def autocast(options: argparse.Namespace) -> torch.autocast:
+def autocast(options: argparse.Namespace, **how: bool) -> torch.autocast:
     device_type = torch.device(options.device).type
-    return torch.autocast(device_type, torch.bfloat16, enabled=options.dtype == "bf16")
+    return torch.autocast(device_type, torch.bfloat16, enabled=options.dtype == "bf16", **how)
 
 
 def fast_arithmetic() -> None:

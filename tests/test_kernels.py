@@ -176,6 +176,32 @@ def test_kernel_of_extreme_magnitudes(size: float, device: str) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("scale", ["none", "l1"])
+def test_kernel_of_many_rows(scale: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide blocks whose rows are too many to be written first: both ways find the same."""
+    gathered, adjoint = cases.module("triton_gathered"), cases.module("triton_moments_adjoint")
+    case = Case("many", 20, (6, 7), (3, 3), padding=1, batch=4, rows=90, block=10, scale=scale)
+    x, plan, view, draws = case.input().to(device), case.plan(), case.view(), draw(torch.device(device))
+    gain = gain_of(x, plan)
+    found = []
+    for most in (gathered.MOST_ROWS, 0):
+        monkeypatch.setattr(gathered, "MOST_ROWS", most)
+        for remembered in (gathered.told_of, adjoint._told):
+            remembered.cache_clear()
+        assert (gathered.told_of(4, x.stride(), x.dtype, view, plan, None, (0, 0, 0, 0)) is None) == (most == 0)
+        with poisoned():
+            batch = taken("moments")(x, gain, draws, view, plan)
+        grad = torch.zeros_like(x)
+        of_mean, of_cov = torch.cos(batch.mean), torch.sin(batch.cov)
+        of_gain = taken("moments_adjoint_")(grad, of_mean, of_cov, batch, x, gain, draws, view, plan)
+        found.append([*batch, grad, *([] if of_gain is None else [of_gain])])
+    for remembered in (gathered.told_of, adjoint._told):
+        remembered.cache_clear()
+    for one, other in zip(*found, strict=True):
+        close(one, other, 2e-5 * SLACK)
+
+
+@on_device
 def test_kernel_of_data_off_centre(device: str) -> None:
     """A mean a thousand times the deviation, and a constant column, which has exactly no variance to speak of."""
     case = next(case for case in ROWS if case.name == "pointwise")

@@ -29,7 +29,7 @@ FIRST = 16  # rows that say around what the others are
 SUMS = 32  # of tiles, at a time
 WARPS, OF_16_BITS, OF_32_BITS = 4, (128, 3), (32, 2)  # of the product: rows at a time, and stages
 GATHER_WARPS = 4
-MOST_ROWS, MOST_BYTES = 1 << 13, 1 << 27  # that are written down
+MOST_ROWS, MOST_BYTES = 1 << 19, 1 << 29  # that are written down
 
 
 @triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles"])

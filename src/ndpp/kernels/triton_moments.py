@@ -42,6 +42,7 @@ PROGRAMS, MOST_PARTS = 528, 64  # four for each multiprocessor of an H200; const
 VECTORS = 3  # kept for each column of a part: shift, Σ of what is left, and by how much that was multiplied
 SUMMED = ("total", "chunk", "tiles")
 FURTHEST = tl.constexpr(2.0**126)
+UNROLLED = tl.constexpr(4)
 
 
 @triton.jit
@@ -184,7 +185,7 @@ def product_places(i, j, tiles, COLUMNS: tl.constexpr):
 def part_means(vectors, own, blocks, width, column, inside, parts, chunk, total, inverse, SIZE: tl.constexpr):
     """Means of columns over all parts, in the unit."""
     mean = tl.zeros((SIZE,), tl.float32)
-    for part in tl.range(0, parts):
+    for part in tl.range(0, parts, loop_unroll_factor=UNROLLED):  # so that loads of several parts are under way
         shift, residual, _ = _vectors(vectors, (part * blocks + own).to(tl.int64), width, column, inside, inverse)
         mean += shift * (tl.minimum(chunk, total - part * chunk).to(tl.float32) / total) + residual / total
     return mean
