@@ -21,7 +21,7 @@ from ..whitening import Moments
 from . import triton_gathered as gathered
 from . import triton_rows as rows_of
 from .plan import Plan, View
-from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
+from .triton_launch import INTERPRETED, Prepared, cdiv, launcher, power_of_two
 from .triton_moments import STAGES, columns_of, load_rows, warps_of
 from .triton_rows import (
     BLOCKS,
@@ -29,6 +29,7 @@ from .triton_rows import (
     GAINS,
     PLACES,
     TAPS,
+    WIDE,
     block_channels,
     column_parts,
     entry_places,
@@ -38,7 +39,8 @@ from .triton_rows import (
     there,
 )
 
-ROWS, ADDED_ROWS = 64, 32  # of a tile of products, and of one that is added
+ROWS = 64  # of a tile of products
+ADDED_ROWS, ADDED_COLUMNS = 256, 8  # at most of a tile that is added: long, as one program has all rows of a sample
 GRAD_PLACES = ("tb", "tc", "t0", "t1", "t2")
 
 
@@ -122,7 +124,10 @@ def _adjoint(
         tl.store(grad + at_grad, (present.to(tl.float32) + back).to(present.dtype), added)
     else:
         line = (row.to(tl.int64) * tl.num_programs(2) + own) * f
-        tl.store(back_rows + line[:, None] + (j * COLUMNS + at)[None, :], back, keep)
+        at_rows = line[:, None] + (j * COLUMNS + at)[None, :]
+        if WIDELY_ADDED:
+            at_rows = tl.max_contiguous(tl.multiple_of(at_rows, [1, WIDE]), [1, WIDE])
+        tl.store(back_rows + at_rows, back.to(back_rows.dtype.element_ty), keep)
 
 
 @triton.jit(do_not_specialize=[*CELLS, *TAPS, *BLOCKS, "total", "each", "f", "matrices", *GRAD_PLACES])
@@ -157,7 +162,10 @@ def _add(
             line = place.to(tl.int64) * matrices + own
             if SHARED:
                 line = place.to(tl.int64) * full + own
-            back = tl.load(back_rows + line[:, None] * f + column[None, :], keep, 0.0).to(tl.float32)
+            at_rows = line[:, None] * f + column[None, :]
+            if WIDELY and BY_TAP:
+                at_rows = tl.max_contiguous(tl.multiple_of(at_rows, [1, WIDE]), [1, WIDE])
+            back = tl.load(back_rows + at_rows, keep, 0.0).to(tl.float32)
             present = tl.load(grad + at_grad, added, 0.0)
             tl.store(grad + at_grad, (present.to(tl.float32) + back).to(present.dtype), added)
         tl.debug_barrier()
@@ -229,7 +237,8 @@ def _told(
     arrange = launcher(_arrange, 4, STAGES, (narrow,), by_tap, columns)
     lines = ROWS if gather is None else gathered.ROWS
     adjoint = launcher(_adjoint, warps_of(columns), STAGES, dtypes, *kind, arranges, narrow, precision, lines, columns)
-    add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, ADDED_ROWS, columns)
+    added = min(max(power_of_two(each), 32), ADDED_ROWS), min(power_of_two(block), ADDED_COLUMNS)
+    add = launcher(_add, 4, 1, dtypes, axes, padded, widely_added, by_tap, layout.shared, *added)
     return Told(
         gather=gather,
         arrange=arrange.prepared((tiles, tiles, own), f, taps, block) if arranges else None,
@@ -239,7 +248,7 @@ def _told(
             total, tiles, f, cdiv(total, lines) * lines, 1.0 / total, *to_grad,
         ),
         add=add.prepared(
-            (view.budget[0], layout.groups * sum(part.blocks for part in layout.parts), cdiv(block, columns)),
+            (view.budget[0], layout.groups * sum(part.blocks for part in layout.parts), cdiv(block, added[1])),
             *cells, *of_taps, *of_blocks, total, each, f, own, *to_grad,
         ) if shares else None,
         of_gain=_gain_start(gained, plan, view, cells, gains, (total, own * tiles, each, repeats)),
