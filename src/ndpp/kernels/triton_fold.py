@@ -160,7 +160,7 @@ def _root_gradient(
     strides, of_folded, owns, BY_TAP: tl.constexpr, EVEN: tl.constexpr, SINGLE: tl.constexpr, NARROW: tl.constexpr,
     OUTPUTS: tl.constexpr, FEATURES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of (Wᵀ·P + Pᵀ·W)/2 over a part of the outputs, of all blocks that share a D, and its mirror image.
+    """A tile of Wᵀ·P/2 over a part of the outputs, of all blocks that share a D; SINGLE: and of its transpose.
 
     With the tiles of the diagonal what reaches μ·D·W: Wᵀ·(-db).
     """
@@ -180,16 +180,9 @@ def _root_gradient(
             grad, constants, mean + own * f, unit, group, first, width, o, j, outputs, taps, of_folded, EVEN
         )  # fmt: skip
         total = _product(tl.trans(w_i), p_j, total, NARROW, PRECISION)
-        if not SINGLE:
-            place_j, inside_j = _weights(group, first, width, o, j[0], j[1], outputs, taps, strides, EVEN)
-            w_j = tl.load(weight + place_j, inside_j, 0.0).to(tl.float32)
-            p_i = _product_gradient(
-                grad, constants, mean + own * f, unit, group, first, width, o, i, outputs, taps, of_folded, EVEN
-            )  # fmt: skip
-            total = _product(tl.trans(p_i), w_j, total, NARROW, PRECISION)
         of_constant = tl.load(constants + group * outputs + o, o < outputs, 0.0).to(tl.float32)
         shift -= tl.sum(w_i * of_constant[:, None], 0)
-    if SINGLE:  # the one tile there is: the other product is the transpose
+    if SINGLE:  # the one tile there is
         total += tl.trans(total)
     in_i, in_j = (i[0] < block) & (i[1] < taps), (j[0] < block) & (j[1] < taps)
     inside, whole = in_i[:, None] & in_j[None, :], part * owns + own
@@ -197,8 +190,6 @@ def _root_gradient(
     tl.store(place + i[2][:, None] * f + j[2][None, :], total, inside)
     if tile_i == tile_j:
         tl.store(of_shift + whole * f + i[2], shift, in_i)
-    else:
-        tl.store(place + j[2][None, :] * f + i[2][:, None], total, inside)
 
 
 @triton.jit(
@@ -224,12 +215,11 @@ def _fold_adjoint(
     if number < of_roots:
         tile_i, tile_j = number % wide, number // wide % wide
         rest = number // (wide * wide)
-        if tile_i <= tile_j:
-            _root_gradient(
-                of_d, of_d + (parts * owns).to(tl.int64) * f * f, grad, constants, weight, mean, unit,
-                rest % owns, rest // owns, parts, tile_i, tile_j, each, f, outputs, blocks, strides, of_folded, owns,
-                BY_TAP, EVEN, SINGLE, NARROW, OUTPUTS, FEATURES, PRECISION,
-            )  # fmt: skip
+        _root_gradient(
+            of_d, of_d + (parts * owns).to(tl.int64) * f * f, grad, constants, weight, mean, unit,
+            rest % owns, rest // owns, parts, tile_i, tile_j, each, f, outputs, blocks, strides, of_folded, owns,
+            BY_TAP, EVEN, SINGLE, NARROW, OUTPUTS, FEATURES, PRECISION,
+        )  # fmt: skip
     else:
         rest = number - of_roots
         _weight_gradient(

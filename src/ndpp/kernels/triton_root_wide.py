@@ -170,6 +170,26 @@ def _quartic(
             tl.store(used_unit, unit)
 
 
+@triton.jit(do_not_specialize=["f", "tiles", "parts"])
+def _join(joined, of_d, f, tiles, parts, EVEN: tl.constexpr, TILE: tl.constexpr):
+    """The gradient of D from the parts of K that make it up, K + Kᵀ, and what follows them: what reaches μ·D·W."""
+    first, second, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    if second < first:
+        return
+    blocks = tl.num_programs(1)
+    i, j = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for part in tl.range(0, parts):
+        total += _tile(of_d, part * blocks + own, i, j, f, EVEN)
+        total += tl.trans(_tile(of_d, part * blocks + own, j, i, f, EVEN))
+    _store(joined, total, own, i, j, f, True, EVEN)
+    if first == second:
+        of_shift, shift = _matrices(of_d, parts, f), tl.zeros((TILE,), tl.float32)
+        for part in tl.range(0, parts):
+            shift += tl.load(of_shift + (part * blocks + own) * f + i, i < f, 0.0)
+        tl.store(_matrices(joined, 1, f) + own * f + i, shift, i < f)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _square_adjoint(
     between, of_d, d, rows, cov, unit_of_batch,

@@ -247,6 +247,7 @@ class ToldAdjoint(NamedTuple):
 
     fold_adjoint: Prepared
     solve_adjoint: Prepared | None  # of a small D
+    join: Prepared  # of a wide one
     parts: int
 
 
@@ -272,9 +273,11 @@ def _adjoint_told(
     start = _folding(fold_kernels._fold_adjoint, plan, dtype, folded, at, of_grad, wide_ == 1, warps=warps)
     numbers = (told.f, outputs, many, wide_, of_roots, each, parts, told.own)
     solve = told.solve_adjoint.prepared((told.own, 1, 1), told.f, parts, *told.numbers)
+    join = launcher(wide._join, wide.WARPS, 1, (), told.f % 8 == 0, wide.TILE)
     return ToldAdjoint(
         start.prepared((programs, 1, 1), *numbers, *of_blocks, *at, *of_grad),
         solve if told.f <= small.WIDEST else None,
+        join.prepared((told.tiles**2, told.own, 1), told.f, told.tiles, parts),
         parts,
     )
 
@@ -297,17 +300,17 @@ def fold_adjoint(
     of_weight = torch.empty_like(weight)
     of_d = d.new_empty(told.parts * (d.numel() + mean.numel()))  # then of μ·D·W; both in parts
     told.fold_adjoint(of_weight, of_d, grad_folded, grad_constant.contiguous(), weight, d, mean, unit)
-    if grad_used:
-        of_d[: d.numel()].view_as(d).add_((grad_used[0] + grad_used[0].mT) / 2)
+    if grad_used:  # halves of it, to which the transpose is added where D is wide
+        halves = 2 if told.solve_adjoint is not None else 4
+        of_d[: d.numel()].view_as(d).add_((grad_used[0] + grad_used[0].mT) / halves)
     rows, cov, of_unit = batch.rows, batch.cov.contiguous(), batch.unit
     of_mean, of_cov = torch.empty_like(mean), torch.empty_like(cov)
     if told.solve_adjoint is not None:
         told.solve_adjoint(of_cov, of_mean, of_d, d, rows, cov, of_unit)
     else:
-        if told.parts > 1:
-            parts = of_d.split([told.parts * d.numel(), told.parts * mean.numel()])
-            of_d = torch.cat([part.view(told.parts, -1).sum(0) for part in parts])
-        _wide_adjoint(_told(plan, grad_folded.dtype), (of_cov, of_mean), of_d, d, (rows, cov, of_unit))
+        joined = d.new_empty(d.numel() + mean.numel())
+        told.join(joined, of_d)
+        _wide_adjoint(_told(plan, grad_folded.dtype), (of_cov, of_mean), joined, d, (rows, cov, of_unit))
     return of_weight, of_mean + grad_used[1] if grad_used else of_mean, of_cov
 
 
