@@ -145,6 +145,8 @@ def ready(variant: str, mode: str, options: argparse.Namespace) -> Ready:
         if cuda and number == 0:
             torch.cuda.reset_peak_memory_stats()
     facts: Record = {"memory_gib": (torch.cuda.max_memory_allocated() - resident) / GIB if cuda else None}
+    if mode == GRAPHED:  # what replays use is not allocated anew, and was not while this was counted
+        facts["memory_gib"] = None
     facts["compile_s"] = None if mode in (EAGER, GRAPHED) else seconds[0] - seconds[-1]
     facts["finite"] = bool(loss.isfinite())
     return Ready(step, facts)
@@ -237,9 +239,9 @@ def table(records: list[Record]) -> str:
         checked = "" if r["checked"] else ", unchecked"
         model = f"{r['model']} {r['batch']}×{r['size'][0]}×{r['size'][1]} {r['dtype']}{checked}"
         cells = [(r.get(key), form) for key, form in (("ms", ".2f"), ("ratio", ".3f"), ("iqr_percent", ".1f"))]
-        cells += [(r.get("memory_gib"), ".2f"), (r.get("compile_s"), ".1f")]
-        cells += [(r.get("kernels"), ".0f")] if kernels else []
+        cells += [(r.get("memory_gib") if r["mode"] != GRAPHED else None, ".2f"), (r.get("compile_s"), ".1f")]
+        cells += [(r.get("kernels"), ".0f"), (r.get("kernel_ms"), ".2f")] if kernels else []
         shown = [timing.number(value, form) for value, form in cells]
         note = r.get("error") or ("" if r["finite"] else "loss not finite")
         rows.append([model, name, r["mode"], *shown, note])
-    return timing.markdown([*head, *(["kernels"] if kernels else []), "note"], rows)
+    return timing.markdown([*head, *(["kernels", "ms of kernels"] if kernels else []), "note"], rows)

@@ -25,7 +25,7 @@ from typing import Any
 from . import cpu_table, step, timing
 from .guard import Tests
 from .records import ROOT, append, header
-from .workloads import BASELINE
+from .workloads import BASELINE, WORKLOADS
 
 Record = dict[str, Any]
 
@@ -96,12 +96,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16, help="of the CPU table; the paper's is 16")
     parser.add_argument("--shrink", type=int, default=1, help="divide sides of its images, for a quick look")
     parser.add_argument("--steps-out", type=Path, help="append the records of `step` to this file")
+    parser.add_argument("--of", type=Path, metavar="FILE", help="of records that `step` has written; nothing is timed")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="as of `step`")
     parser.add_argument("--patience", type=float, default=600, help="seconds until those that are ready are timed")
     timing.arguments(parser, steps=10, repeats=10)
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.of is not None:
+        print(table(of_steps([json.loads(line) for line in options.of.read_text().splitlines()])))
+        return
     chosen = step.chosen(options.only, (*RUNS, CPU))
     cuda = options.device.startswith("cuda")
     tests = None if options.unchecked else Tests(options.device)
@@ -194,6 +198,27 @@ def in_turn(processes: Sequence[Timed], patience: float, tests: Tests | None) ->
         for process in late:
             process.send(signal.SIGCONT)
         waiting = late
+
+
+def of_steps(records: Sequence[Record]) -> list[Record]:
+    """The aims of all processes of `step` that have left these records, each of which begins with its baseline."""
+    found: dict[Aim, float] = {}
+    starts = [number for number, record in enumerate(records) if record["variant"] == BASELINE]
+    for start, end in zip(starts, [*starts[1:], len(records)], strict=True):
+        own = records[start:end]
+        for aim in AIMS:
+            same = (own[0]["model"], own[0]["batch"]) == timed_with(aim.run)
+            if same and aim not in found and (ratio := aim.found(own)) is not None:
+                found[aim] = ratio
+    return [aimed(str(aim), aim.most, found.get(aim)) for aim in AIMS]
+
+
+def timed_with(run: str) -> tuple[str, int]:
+    """Model and batch."""
+    words = RUNS[run][0].split()
+    told = dict(zip(words[::2], words[1::2], strict=True))
+    model = told["--model"]
+    return model, int(told.get("--batch", WORKLOADS[model].batch))
 
 
 def missing(aim: Aim) -> Record:

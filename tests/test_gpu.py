@@ -143,6 +143,16 @@ def test_cuda_graph_training_equals_eager() -> None:
     assert not torch.allclose(net.eval()(x), eager(x))  # evaluation follows statistics that a replay changed
 
 
+def test_graphed_callables_train_as_eager() -> None:
+    """Eager mode recorded by torch: losses, weights and statistics; its rehearsals count as calls, as for BatchNorm."""
+    eager, net = make().cuda(), make().cuda()
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    graphed = torch.cuda.make_graphed_callables(net, (data().cuda(),))
+    net.load_state_dict(start)
+    assert steps(graphed, net, 5) == pytest.approx(steps(eager, eager, 5), rel=1e-3)
+    assert_same_state(net, eager, rtol=1e-3)
+
+
 def test_sampling_is_new_in_every_replay() -> None:
     layer = ndpp.Conv2d(3, 4, 1, settings=Settings(rows=8)).cuda()
     x = torch.randn(4, 3, 16, 16, device="cuda")
