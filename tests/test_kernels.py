@@ -202,9 +202,12 @@ def test_kernel_of_many_rows(scale: str, device: str, monkeypatch: pytest.Monkey
 
 
 @on_device
-def test_kernel_of_data_off_centre(device: str) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_kernel_of_data_off_centre(wide: bool, device: str) -> None:
     """A mean a thousand times the deviation, and a constant column, which has exactly no variance to speak of."""
     case = next(case for case in ROWS if case.name == "pointwise")
+    if wide:
+        case = Case("off-centre", 90, (7, 6), (1, 1), batch=5, rows=130, block=90)
     x, plan, view, draws = case.input().to(device) + 1000, case.plan(), case.view(), draw(device)
     x[:, 3] = 7.3
     got = taken("moments")(x, None, draws, view, plan)

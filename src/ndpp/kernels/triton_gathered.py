@@ -25,7 +25,7 @@ from .triton_moments import PEAKS, first_of_part, load_rows, smallest_unit, unit
 from .triton_rows import BLOCKS, CELLS, GAINS, PLACES, TAPS, column_parts, there
 
 ROWS, COLUMNS = 128, 64  # of a tile that is written, and of one that is read
-FIRST = 16  # rows that say around what the others are
+SOME = 16  # rows that say around what all of them are
 SUMS = 32  # of tiles, at a time
 WARPS, OF_16_BITS, OF_32_BITS = 4, (128, 3), (32, 2)  # of the product: rows at a time, and stages
 GATHER_WARPS = 4
@@ -38,9 +38,9 @@ def _gather(
     batch, samples, c0, c1, c2, p0, p1, p2, n0, n1, n2, e0, e1, e2, o0, o1, o2, d0, d1, d2, k1, k2,
     sb, sc, s0, s1, s2, gb, g0, g1, g2, block, full_blocks, full, group_channels, taps, total, tiles,
     AXES: tl.constexpr, PADDED: tl.constexpr, WIDELY: tl.constexpr, BY_TAP: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the rows: less the mean of the first ones and in a unit of theirs; or, given moments, centred."""
+    """A tile of the rows: less the mean of some of them and in a unit of theirs; or, given moments, centred."""
     line, j, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lines, blocks, width = tl.num_programs(0), tl.num_programs(2), tiles * COLUMNS
     told = (
@@ -56,10 +56,11 @@ def _gather(
         last = tl.where(tl.load(rows) > 0, total, 0)  # where there was nothing to look at, there is nothing to add
     a, keep = load_rows(x, gain, draws, row, last, own, columns, told, AXES, PADDED, WIDELY, SHARED)
     if mean is None:
+        some = tl.arange(0, SOME) * tl.maximum(total // SOME, 1)  # of all samples alike
         first, _ = load_rows(
-            x, gain, draws, tl.arange(0, FIRST), total, own, columns, told, AXES, PADDED, WIDELY, SHARED
+            x, gain, draws, some, total, own, columns, told, AXES, PADDED, WIDELY, SHARED
         )  # fmt: skip
-        shift, by = first_of_part(first, tl.minimum(total, FIRST).to(tl.float32))
+        shift, by = first_of_part(first, tl.minimum(total, SOME).to(tl.float32))
         peak = tl.max(tl.max(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 0)
         a = tl.where(keep, (a - shift[None, :]) * by, 0.0)
         sums = kept + (line * blocks + own) * width
@@ -172,7 +173,7 @@ def told_of(
         return None
     padded = rows_of.padded(view)
     kind = (len(view.phase), padded, rows_of.lies_widely(strides, dtype.itemsize, plan, padded), strides[1] == 1)
-    sizes = (plan.layout.shared, ROWS, COLUMNS, FIRST)
+    sizes = (plan.layout.shared, ROWS, COLUMNS, SOME)
     gather, centre = (
         launcher(_gather, GATHER_WARPS, 1, (dtype, gained, written, *given), *kind, *sizes)
         for given in ((), (torch.float32,))
