@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +72,24 @@ def strict_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
+
+
+@pytest.mark.parametrize("scale", ["none", "l1", "std"])
+def test_compiled_code_keeps_no_output_for_the_scale(scale: str) -> None:
+    """What reaches the gain is found at the input, where its gradient arrives."""
+    found = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        values = [node.meta["val"] for node in outputs if isinstance(node, torch.fx.Node)]
+        found.append(sum(value.shape == (3, 6, 5, 5) for value in values))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    layer = ndpp.Conv2d(4, 6, 1, settings=Settings(scale=scale))
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    torch.compile(layer, backend=backend)(torch.randn(3, 4, 5, 5, requires_grad=True)).sin().sum().backward()
+    assert found[0] == 1, "of the layer alone there is its output, which sin() keeps outside of the graph"
 
 
 @pytest.mark.usefixtures("strict_compiler")

@@ -14,7 +14,7 @@ from . import kernels, masking, sync, whitening
 from .geometry import Grid, Layout, block_size, grouped, ungrouped
 from .keeping import seen
 from .kernels import Plan
-from .products import Link, scaled_output, shifted_output
+from .products import COMPILED, Link, scaled_output, shifted_output
 from .recorded import Recorded, product_dtype
 from .sampling import draw, rows_for
 from .settings import Settings
@@ -233,7 +233,8 @@ class Decorrelated(Recorded):
             x, _ = self._scaled(x, valid, dtype)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         draws = draw(x.device, plan.samples_rows)
-        again, link, awaits_backward = None, None, torch.is_grad_enabled() and not _is_recomputation()
+        again, awaits_backward = None, torch.is_grad_enabled() and not _is_recomputation()
+        link = None if plan.scale == "none" else COMPILED
         if not torch.compiler.is_compiling():
             tokens = [] if _is_recomputation() else [layer._begin_call(awaits_backward) for layer in layers]
 
@@ -245,7 +246,7 @@ class Decorrelated(Recorded):
                 folded, constant = self._folded(d, stats.mean, stats.unit, weight, bias)
                 return x, folded.to(dtype), constant.to(dtype), gain, *for_others
 
-            again, link = Again(once_more, tokens), Link() if plan.scale != "none" else None
+            again, link = Again(once_more, tokens), None if link is None else Link()
         group = sync.group_of(self.settings.sync)
         running = self.running_mean, self.running_cov, self.num_batches_tracked
         ends = [layer.step_rows for layer in layers] if awaits_backward else []

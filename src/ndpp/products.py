@@ -22,11 +22,17 @@ class Link:
     explicit = False  # ⟨dy, f(x)⟩ at the output, from f(x) computed again, rather than ⟨dx, x⟩ at the node
 
 
+COMPILED = Link()  # of calls that are compiled, of which no gradient is differentiated
+
+
 def scaled_output(
     operation: Operation, x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, link: Link | None
 ) -> Tensor:
     """operation(x, weight)·gain + b; in place, but where a graph is made without a node at its other end."""
     y = operation(x, weight, None)
+    if link is COMPILED and torch.is_grad_enabled():
+        fused: Tensor = Fused.apply(y, gain, bias)
+        return fused
     if _is_transformed():
         return (y * gain + bias).to(y.dtype)
     if not torch.is_grad_enabled():
@@ -108,6 +114,24 @@ class Scaling(torch.autograd.Function):
             of_gain = (grad * operation(x, weight, None)).to(gain.dtype).sum_to_size(gain.shape)
         scaled, of_bias = kernels.scaled_gradient(grad, gain, shape, dtype)
         return scaled, of_gain, of_bias, None, None, None, None
+
+
+class Fused(torch.autograd.Function):
+    """As `Scaling`, in operations that a compiler puts together."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(gain)
+        ctx.told = bias.shape, bias.dtype
+        shifted = y * gain + bias
+        # What is of that dtype already must not be cast: torch 2.11 then compiles a backward pass without gradients.
+        return shifted if shifted.dtype == y.dtype else shifted.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gain,), (shape, dtype) = ctx.saved_tensors, ctx.told
+        of_sum = grad.to(gain.dtype)
+        return (of_sum * gain).to(grad.dtype), None, of_sum.sum_to_size(shape).to(dtype)
 
 
 def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
