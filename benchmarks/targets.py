@@ -104,7 +104,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     if options.of is not None:
-        print(table(of_steps([json.loads(line) for line in options.of.read_text().splitlines()])))
+        from .summary import read  # which has this table, too
+
+        print(table(of_steps(read([options.of]))))
         return
     chosen = step.chosen(options.only, (*RUNS, CPU))
     cuda = options.device.startswith("cuda")
@@ -201,24 +203,33 @@ def in_turn(processes: Sequence[Timed], patience: float, tests: Tests | None) ->
 
 
 def of_steps(records: Sequence[Record]) -> list[Record]:
-    """The aims of all processes of `step` that have left these records, each of which begins with its baseline."""
+    """The aims, by the newest records of each process of `step`, which begin with its baseline, in their setting."""
     found: dict[Aim, float] = {}
-    starts = [number for number, record in enumerate(records) if record["variant"] == BASELINE]
+    starts = [number for number, record in enumerate(records) if "mode" in record and record["variant"] == BASELINE]
+    if not starts:
+        raise SystemExit(
+            f"expected records of `step` with the variant {BASELINE!r}; got {len(records)} records without it"
+        )
     for start, end in zip(starts, [*starts[1:], len(records)], strict=True):
         own = records[start:end]
         for aim in AIMS:
-            same = (own[0]["model"], own[0]["batch"]) == timed_with(aim.run)
-            if same and aim not in found and (ratio := aim.found(own)) is not None:
+            ratio = aim.found(own) if of_run(own[0]) == timed_with(aim.run) and own[0]["checked"] else None
+            if ratio is not None:
                 found[aim] = ratio
     return [aimed(str(aim), aim.most, found.get(aim)) for aim in AIMS]
 
 
-def timed_with(run: str) -> tuple[str, int]:
-    """Model and batch."""
+def of_run(record: Record) -> tuple[Any, ...]:
+    """What an aim holds for: model, batch, size of images, precision, and a GPU."""
+    of_gpu = "threads" not in record["device"]
+    return record["model"], record["batch"], tuple(record["size"]), record["dtype"], of_gpu
+
+
+def timed_with(run: str) -> tuple[Any, ...]:
     words = RUNS[run][0].split()
     told = dict(zip(words[::2], words[1::2], strict=True))
-    model = told["--model"]
-    return model, int(told.get("--batch", WORKLOADS[model].batch))
+    work = WORKLOADS[told["--model"]]
+    return told["--model"], int(told.get("--batch", work.batch)), work.size, "bf16", True
 
 
 def missing(aim: Aim) -> Record:

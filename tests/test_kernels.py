@@ -110,7 +110,8 @@ def test_kernel_of_moments(case: Case, channels_last: bool, dtype: torch.dtype, 
         got = taken("moments")(x, gain, draws, view, plan)
     want = plain.moments(x, gain, draws, view, plan)
     # bfloat16 products round centred rows to eight bits: errors of single entries, averaged over rows
-    tolerance = 5e-3 if dtype == torch.bfloat16 and not INTERPRETED else 2e-6 * SLACK
+    narrow = dtype == torch.bfloat16 and (not INTERPRETED or plan.layout.widths[0][1] > 64)
+    tolerance = (1e-2 if INTERPRETED else 5e-3) if narrow else 2e-6 * SLACK  # the interpreter cuts bits off
     assert got.unit == want.unit
     assert got.rows == want.rows
     close(got.mean, want.mean, 2e-6 * SLACK, "mean")
@@ -164,10 +165,13 @@ def test_kernel_of_nothing(device: str) -> None:
         assert not of_gain.any()
 
 
+WIDE = Case("wide-block", 90, (7, 6), (1, 1), batch=5, rows=130, block=90)
+
+
 @on_device
+@pytest.mark.parametrize("case", [next(case for case in ROWS if case.name == "patches"), WIDE], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e-18, 1e18, 1e37])
-def test_kernel_of_extreme_magnitudes(size: float, device: str) -> None:
-    case = next(case for case in ROWS if case.name == "patches")
+def test_kernel_of_extreme_magnitudes(size: float, case: Case, device: str) -> None:
     x, plan, view, draws = case.input().to(device) * size, case.plan(eps=0.0), case.view(), draw(device)
     got, want = taken("moments")(x, None, draws, view, plan), plain.moments(x, None, draws, view, plan)
     assert got.unit == want.unit
@@ -207,13 +211,31 @@ def test_kernel_of_data_off_centre(wide: bool, device: str) -> None:
     """A mean a thousand times the deviation, and a constant column, which has exactly no variance to speak of."""
     case = next(case for case in ROWS if case.name == "pointwise")
     if wide:
-        case = Case("off-centre", 90, (7, 6), (1, 1), batch=5, rows=130, block=90)
+        case = WIDE
     x, plan, view, draws = case.input().to(device) + 1000, case.plan(), case.view(), draw(device)
     x[:, 3] = 7.3
     got = taken("moments")(x, None, draws, view, plan)
     want = plain.moments(x.double(), None, draws, view, plan)
     close(got.cov * got.unit.square(), want.cov * want.unit.square(), 2e-3)
     assert got.cov[0, 3].abs().max() < 1e-12
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("first", [0.3, 0.0, 1e-20, 1e18])
+def test_kernel_of_rows_that_differ(first: float, dtype: torch.dtype, device: str) -> None:
+    """Samples of another magnitude than the others, whose rows are constants: no overflow, no variance below zero."""
+    case = replace(WIDE, rows=None)
+    x, plan, view, draws = torch.ones(5, 90, 7, 6), case.plan(), case.view(), draw(device)
+    x[0] = first * (1 + 0.1 * torch.randn(90, 7, 6))
+    x = x.to(dtype).to(device, memory_format=torch.channels_last)
+    got = taken("moments")(x, None, draws, view, plan)
+    want = plain.moments(x.double(), None, draws, view, plan)
+    loose = 2e-2 if dtype == torch.bfloat16 else 2e-5 * SLACK
+    close(got.mean * got.unit, want.mean * want.unit, loose, "mean")
+    close(got.cov * got.unit.square(), want.cov * want.unit.square(), loose, "cov")
+    values = torch.linalg.eigvalsh(got.cov.double())
+    assert values.min() > -1e-4 * values.max()
 
 
 # --- D and D·W ---
@@ -553,6 +575,42 @@ def test_kernel_of_rows_without_scale(device: str) -> None:
     got = taken("normalised")(x, "standardize", 0.0, torch.float32)
     assert got[2].isnan().any()
     assert got[:2].isfinite().all()
+
+
+@on_device
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_kernel_of_rows_with_an_epsilon(norm: Any, device: str) -> None:
+    """What torch's norms make of rows of zeros, tiny and huge ones in float64, and their gradients."""
+    mode, eps = ("standardize" if norm is nn.LayerNorm else "rms"), 1e-5
+    x = torch.randn(6, 50, device=device) + 0.3
+    for row, size in enumerate((0.0, 1e-25, 1e-3, 1.0, 1e15)):
+        x[row] *= size
+    grad, leaf = torch.randn_like(x), x.double().requires_grad_()
+    want = norm(50, eps=eps, elementwise_affine=False)(leaf)
+    want.backward(grad.double())
+    got, back = taken("normalised")(x, mode, eps, torch.float32), taken("normalised_adjoint")(grad, x, mode, eps)
+    for row in range(len(x)):
+        close(got[row], want[row], 1e-5, f"values {row}")
+        close(back[row], leaf.grad[row], 1e-4, f"gradient {row}")
+
+
+@on_device
+def test_kernel_of_rows_in_other_ways(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several gradients at once, one of a gradient, and a weight of another dtype, which is torch.nn's error."""
+    monkeypatch.setattr(cases, "MODE", "interpret" if INTERPRETED else "triton")
+    for scale, eps in (("standardize", 0.0), ("standardize", 1e-2), ("rms", 1e-2)):
+        layer = ndpp.Linear(8, 4, settings=ndpp.Settings(scale=scale, scale_eps=eps)).to(device)
+        x = torch.randn(5, 8, device=device)
+        layer(x)
+        layer.eval()
+        at_once = torch.autograd.functional.jacobian(layer, x, vectorize=True)
+        close(at_once, torch.autograd.functional.jacobian(layer, x), 1e-5, scale)
+        hessian = torch.autograd.functional.hessian(lambda x, layer=layer: layer(x).sin().sum(), x)
+        with monkeypatch.context() as plainly:
+            plainly.setattr(cases, "MODE", "plain")
+            close(hessian, torch.autograd.functional.hessian(lambda x, layer=layer: layer(x).sin().sum(), x), 1e-4)
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(x.bfloat16())
 
 
 # --- running statistics ---

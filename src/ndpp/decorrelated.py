@@ -129,14 +129,14 @@ class Decorrelated(Recorded):
         batch, gain, awaits_backward, link = None, None, False, None
         with no_autocast(x.device.type):
             if self._collecting is not None and x.numel() > 0:
-                x, gain = self._scaled(x, valid, dtype)
+                x, gain = self._scaled(x, valid, dtype, weight.dtype)
                 weight, bias = self._folded(*self._collect(self._every_row(x, gain, grid, valid)), weight, bias)
             elif self._learns and (x.numel() > 0 or sync.group_of(self.settings.sync) is not None):
                 layers = (self, *others)
                 trained = self._trained(x, grid, weight, bias, valid, dtype, layers, source)
                 x, weight, bias, gain, batch, awaits_backward, link = trained
             else:
-                x, gain = self._scaled(x, valid, dtype)
+                x, gain = self._scaled(x, valid, dtype, weight.dtype)
                 weight, bias = self._folded(*self._evaluation_root(), weight, bias)
         if gain is None:
             y = operation(x, weight, bias) if self._per_row_scale else shifted_output(operation, x, weight, bias)
@@ -230,7 +230,7 @@ class Decorrelated(Recorded):
         if x.numel() == 0:
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         elif plan.scale == "standardize" or (plan.scale != "none" and (dtype == torch.float16 or self._normalises)):
-            x, _ = self._scaled(x, valid, dtype)
+            x, _ = self._scaled(x, valid, dtype, weight.dtype)
             plan, key = self._plan_unscaled, self._plan_unscaled_key
         draws = draw(x.device, plan.samples_rows)
         again, awaits_backward = None, torch.is_grad_enabled() and not _is_recomputation()
@@ -269,7 +269,7 @@ class Decorrelated(Recorded):
     ) -> Trained:
         """A training call as plain operations, which autograd records."""
         finite = _is_finite(x, valid) if self.settings.nonfinite == "raise" else None
-        x, gain = self._scaled(x, valid, dtype)
+        x, gain = self._scaled(x, valid, dtype, weight.dtype)
         draws = draw(x.device, self._plan.samples_rows)
         batch = self._moments_of_call(x, gain, grid, valid, draws, finite)
         x = x if finite is None else self._checked(x, batch)

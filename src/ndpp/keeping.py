@@ -26,7 +26,7 @@ def is_traced() -> bool:
 
 def is_exporting() -> bool:
     """Whether a program is being exported. torch's own function says so, up to 2.11, of all that is compiled."""
-    return bool(torch.compiler._is_exporting_flag)
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def readable(t: Tensor) -> bool:

@@ -45,7 +45,8 @@ class Normalised(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), (mode, eps, dtype) = ctx.saved_tensors, ctx.told
         if not torch.is_grad_enabled():
-            return kernels.normalised_adjoint(grad, rows, mode, eps), None, None, None
+            by = kernels.plain if torch._C._functorch.is_legacy_batchedtensor(grad) else kernels  # several at once
+            return by.normalised_adjoint(grad, rows, mode, eps), None, None, None
         with no_autocast(rows.device.type):  # as in the forward pass
             leaf = torch.ops.aten.alias(rows)
             y = kernels.plain.normalised(leaf, mode, eps, dtype)
@@ -59,10 +60,13 @@ class Recorded(RunningMoments):
 
     # --- S ---
 
-    def _scaled(self, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def _scaled(
+        self, x: Tensor, valid: Tensor | None, dtype: torch.dtype, of_weight: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
         """The input, and a gain for the output where scale commutes with the layer and its range allows.
 
-        `dtype` is that of the products: where it is narrow, the input is scaled.
+        `dtype` is that of the products: where it is narrow, the input is scaled. Where it is not that of the weight,
+        autocast would bring the input to it.
         """
         inside = inside_part = None
         if valid is not None and not self._per_row_scale:
@@ -74,8 +78,9 @@ class Recorded(RunningMoments):
             return x, None
         if self._normalises:
             rows = x.movedim(1, -1)
-            if not is_traced() and kernels.declines_normal(rows, dtype) is None:
-                return Normalised.apply(rows, mode, self.settings.scale_eps, dtype).movedim(-1, 1), None
+            cast = x.dtype if dtype == of_weight else dtype
+            if not is_traced() and kernels.declines_normal(rows, cast) is None:
+                return Normalised.apply(rows, mode, self.settings.scale_eps, cast).movedim(-1, 1), None
             if self.settings.scale_eps > 0:
                 return self._normalised(x, mode), None
         part, dim = kernels.scaled_part(x, self._plan)
@@ -166,7 +171,7 @@ class Recorded(RunningMoments):
         """Of S·X over every position, without anything else that a call does."""
         dtype = product_dtype(x, x)
         with no_autocast(x.device.type):
-            return self._every_row(*self._scaled(x, valid, dtype), grid, valid)
+            return self._every_row(*self._scaled(x, valid, dtype, x.dtype), grid, valid)
 
     def _every_row(self, x: Tensor, gain: Tensor | None, grid: Grid, valid: Tensor | None) -> Moments:
         """Moments over every position, in chunks of bounded memory."""

@@ -226,7 +226,10 @@ def declines_normal(rows: Tensor, dtype: torch.dtype) -> str | None:
         return reason
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
-    if rows.dtype not in _OF_DEVICE or dtype not in _OF_DEVICE or rows.numel() == 0:
-        return "no values" if rows.numel() == 0 else f"values of {rows.dtype}"
+    if rows.numel() == 0:
+        return "no values"
+    for kind in (rows.dtype, dtype):
+        if kind not in _OF_DEVICE:
+            return f"values of {kind}"
     found: str | None = module("triton_normal").declines(rows)
     return found

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import adjoints, whitening
@@ -35,7 +36,11 @@ def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, pla
 
 
 def normalised(rows: Tensor, mode: str, eps: float, dtype: torch.dtype) -> Tensor:
-    """(rows - center)·gain, with a scale of its own for each row of (…, columns)."""
+    """(rows - center)·gain, with a scale of its own for each row of (…, columns); with an ε torch's own norms."""
+    if eps > 0:
+        values, shape = rows.to(whitening.statistics_dtype(rows.dtype)), rows.shape[-1:]
+        y = F.layer_norm(values, shape, eps=eps) if mode == "standardize" else F.rms_norm(values, shape, eps=eps)
+        return y.to(dtype)
     center, gain = whitening.sample_scale(rows, mode, (-1,), eps=eps)
     return ((rows.to(gain.dtype) - center) * gain).to(dtype)
 

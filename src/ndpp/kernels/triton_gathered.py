@@ -21,7 +21,7 @@ from . import triton_moments as as_read
 from . import triton_rows as rows_of
 from .plan import Plan, View
 from .triton_launch import INTERPRETED, Prepared, cdiv, launcher
-from .triton_moments import PEAKS, first_of_part, load_rows, smallest_unit, unit_of
+from .triton_moments import PEAKS, first_of_part, load_rows, power_below, smallest_unit, unit_of
 from .triton_rows import BLOCKS, CELLS, GAINS, PLACES, TAPS, column_parts, there
 
 ROWS, COLUMNS = 128, 64  # of a tile that is written, and of one that is read
@@ -29,7 +29,7 @@ SOME = 16  # rows that say around what all of them are
 SUMS = 32  # of tiles, at a time
 WARPS, OF_16_BITS, OF_32_BITS = 4, (128, 3), (32, 2)  # of the product: rows at a time, and stages
 GATHER_WARPS = 4
-MOST_ROWS, MOST_BYTES = 1 << 19, 1 << 29  # that are written down
+MOST_ROWS, MOST_BYTES = 1 << 14, 1 << 28  # that are written down: one program multiplies all rows of two tiles
 
 
 @triton.jit(do_not_specialize=[*CELLS, *TAPS, *PLACES, *GAINS, *BLOCKS, "total", "tiles"])
@@ -60,17 +60,20 @@ def _gather(
         first, _ = load_rows(
             x, gain, draws, some, total, own, columns, told, AXES, PADDED, WIDELY, SHARED
         )  # fmt: skip
-        shift, by = first_of_part(first, tl.minimum(total, SOME).to(tl.float32))
-        peak = tl.max(tl.max(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 0)
+        shift, _ = first_of_part(first, tl.minimum(total, SOME).to(tl.float32))
+        peak = tl.max(tl.max(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 0).to(tl.float32, bitcast=True)
+        by = tl.div_rn(1.0, power_below(tl.maximum(peak, tl.max(tl.abs(shift), 0))))  # of this tile: none overflows
         a = tl.where(keep, (a - shift[None, :]) * by, 0.0)
-        sums = kept + (line * blocks + own) * width
-        tl.store(sums + column, tl.sum(a, 0))
-        peaks = kept + lines * blocks * width
-        tl.store(peaks + (line * blocks + own) * tiles + j, peak.to(tl.float32, bitcast=True))
+        rounded = a.to(gathered.dtype.element_ty).to(tl.float32)
+        whole = line * blocks + own
+        tl.store(kept + 2 * whole * width + column, tl.sum(a, 0))
+        tl.store(kept + (2 * whole + 1) * width + column, tl.sum(rounded, 0))
+        shifts = kept + 2 * lines * blocks * width
+        peaks = shifts + blocks * width
+        tl.store(peaks + whole * tiles + j, peak)
+        tl.store(peaks + (lines * blocks + whole) * tiles + j, by)
         if line == 0:
-            shifts = peaks + lines * blocks * tiles + own * width
-            tl.store(shifts + column, shift)
-            tl.store(shifts + blocks * width + column, shift * 0 + by)
+            tl.store(shifts + own * width + column, shift)
     else:
         mu = tl.load(mean + own * (block * taps) + feature, columns[2], 0.0)
         a = tl.where(keep, a * tl.div_rn(1.0, tl.load(unit)) - mu[None, :], 0.0)
@@ -79,53 +82,58 @@ def _gather(
 
 
 @triton.jit
-def _sums(kept, own, blocks, width, lines, column, SUMS: tl.constexpr):
-    """Of columns, over all lines."""
+def _sums(
+    kept, factors, inverse, own, blocks, width, lines, tiles, tile, column, WHICH: tl.constexpr, SUMS: tl.constexpr
+):
+    """Of columns, in the unit, over all lines, each in one of its own: as they were, or as they were rounded."""
     total = column.to(tl.float32) * 0
     for start in tl.range(0, lines, SUMS):
         line = start + tl.arange(0, SUMS)
-        at = kept + ((line * blocks + own) * width)[:, None] + column[None, :]
-        total += tl.sum(tl.load(at, (line < lines)[:, None], 0.0), 0)
+        at = kept + ((2 * (line * blocks + own) + WHICH) * width)[:, None] + column[None, :]
+        by = tl.load(factors + (line * blocks + own) * tiles + tile, line < lines, 1.0)
+        total += tl.sum(tl.load(at, (line < lines)[:, None], 0.0) * (inverse / by)[:, None], 0)
     return total
 
 
 @triton.jit(do_not_specialize=["f", "taps", "block", "total", "tiles", "lines", "steps"])
 def _gram_of_gathered(
     rows, mean, cov, unit_out, gathered, kept, f, taps, block, total, tiles, lines, steps, smallest, positions,
-    BY_TAP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
-    PEAKS: tl.constexpr,
+    BY_TAP: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the upper triangle of Cov, and its mirror image; features in the order (channel, tap)."""
     i, j, own = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     if j < i:
         return
     blocks, width = tl.num_programs(1), tiles * COLUMNS
+    shifts = kept + 2 * lines * blocks * width
+    peaks = shifts + blocks * width
+    factors = peaks + lines * blocks * tiles
+    unit, finite = unit_of(peaks, lines * blocks * tiles, smallest, PEAKS)
+    inverse = tl.div_rn(1.0, unit)
     at_i, at_j = i * COLUMNS + tl.arange(0, COLUMNS), j * COLUMNS + tl.arange(0, COLUMNS)
     here = gathered + own.to(tl.int64) * steps * ROWS * width
     lines_of = tl.arange(0, ROWS)[:, None] * width
     product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
     for step in tl.range(0, steps):
         place = here + step * (ROWS * width) + lines_of
-        a = tl.load(place + at_i[None, :])
-        b = tl.load(place + at_j[None, :])
-        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
-    peaks = kept + lines * blocks * width
-    shifts = peaks + lines * blocks * tiles + own * width
-    unit, finite = unit_of(peaks, lines * blocks * tiles, smallest, PEAKS)
-    inverse = tl.div_rn(1.0, unit)
-    by_i = inverse / tl.load(shifts + blocks * width + at_i)
-    by_j = inverse / tl.load(shifts + blocks * width + at_j)
-    left = _sums(kept, own, blocks, width, lines, at_i, SUMS) * by_i
-    right = _sums(kept, own, blocks, width, lines, at_j, SUMS) * by_j
-    product = (product * by_i[:, None] * by_j[None, :] - left[:, None] * (right / total)[None, :]) / total
-    product = tl.where(finite, product, 0.0)
+        a, b = tl.load(place + at_i[None, :]), tl.load(place + at_j[None, :])
+        if WIDEN:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        at = factors + (step * lines // steps * blocks + own) * tiles
+        by = (inverse / tl.load(at + i)) * (inverse / tl.load(at + j))
+        product += tl.dot(tl.trans(a), b, input_precision=PRECISION) * by
+    left = _sums(kept, factors, inverse, own, blocks, width, lines, tiles, i, at_i, 1, SUMS)
+    right = _sums(kept, factors, inverse, own, blocks, width, lines, tiles, j, at_j, 1, SUMS)
+    product = tl.where(finite, (product - left[:, None] * (right / total)[None, :]) / total, 0.0)
     _, _, feature_i = column_parts(at_i, block, taps, BY_TAP)
     _, _, feature_j = column_parts(at_j, block, taps, BY_TAP)
     in_i, in_j = at_i < f, at_j < f
     inside, out = in_i[:, None] & in_j[None, :], cov + own.to(tl.int64) * f * f
     if i == j:
         product = (product + tl.trans(product)) * 0.5  # no order of summation is promised to be that of the transpose
-        of_mean = tl.load(shifts + at_i) * inverse + left / total
+        sums = _sums(kept, factors, inverse, own, blocks, width, lines, tiles, i, at_i, 0, SUMS)
+        of_mean = tl.load(shifts + own * width + at_i) * inverse + sums / total
         tl.store(mean + own * f + feature_i, tl.where(finite, of_mean, 0.0), in_i)
         if (i == 0) & (own == 0):
             tl.store(unit_out, unit)
@@ -168,7 +176,7 @@ def told_of(
     lines = cdiv(total, ROWS)
     size = own * lines * ROWS * tiles * COLUMNS
     narrow, precision = rows_of.products(dtype, INTERPRETED)
-    written = torch.bfloat16 if narrow else torch.float32
+    written = torch.bfloat16 if dtype.itemsize == 2 else torch.float32
     if tiles == 1 or total > MOST_ROWS or size * written.itemsize > MOST_BYTES:
         return None
     padded = rows_of.padded(view)
@@ -180,7 +188,8 @@ def told_of(
     )
     numbers = (*rows_of.cells(batch, view), *rows_of.taps(view), *rows_of.places(strides), *gains)
     read, stages = OF_16_BITS if narrow else OF_32_BITS
-    gram = launcher(_gram_of_gathered, WARPS, stages, (written,), kind[3], precision, read, COLUMNS, SUMS, PEAKS)
+    how = (kind[3], written == torch.bfloat16 and not narrow, precision, read, COLUMNS, SUMS, PEAKS)
+    gram = launcher(_gram_of_gathered, WARPS, stages, (written,), *how)
     positions = float(batch * math.prod([axis.count for axis in view.phase]))
     block, _, _, _, taps = of_blocks
     numbers = (*numbers, *of_blocks, total, tiles)
@@ -201,7 +210,7 @@ def told_of(
         ),
         dtype=written,
         size=size,
-        kept=own * tiles * (lines * (COLUMNS + 1) + 2 * COLUMNS),
+        kept=own * tiles * (2 * lines * (COLUMNS + 1) + COLUMNS),
         own=own,
         f=f,
     )

@@ -64,11 +64,16 @@ def load_rows(
 
 
 @triton.jit
+def power_below(peak):
+    """The power of two at or below, whose inverse is one as well; 1 where there is none, or it is not finite."""
+    power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((power >= 1 / FURTHEST) & (power <= FURTHEST), power, 1.0)
+
+
+@triton.jit
 def first_of_part(value, count):
     """From the first rows of a part: means of columns, and the power of two that brings their magnitude to 1."""
-    peak = tl.max(tl.max(tl.abs(value), 1), 0)
-    power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    power = tl.where((power >= 1 / FURTHEST) & (power <= FURTHEST), power, 1.0)  # also where it is not finite
+    power = power_below(tl.max(tl.max(tl.abs(value), 1), 0))
     return tl.sum(value * tl.div_rn(1.0, count), 0), tl.div_rn(1.0, power)
 
 

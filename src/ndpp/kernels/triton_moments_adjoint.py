@@ -101,6 +101,8 @@ def _adjoint(
             g += tl.trans(tl.load(of_block + column[:, None] * f + line[None, :], swapped, 0.0))
         if NARROW:
             c, g = c.to(tl.bfloat16), g.to(tl.bfloat16)
+        else:
+            c = c.to(tl.float32)
         back = tl.dot(c, g, back, input_precision=PRECISION)
     channel, tap, feature = column_parts(j * COLUMNS + at, block, taps, BY_TAP)
     inside = there(channel, tap, own, told[4], WIDELY_ADDED)

@@ -24,22 +24,22 @@ SMALLEST = tl.constexpr(SMALLEST_UNIT)
 @triton.jit
 def _of_row(x, inside, columns, root_eps, CENTERS: tl.constexpr):
     """(x - center)/σ of a row, 1/σ in its unit, the unit, and whether its spread is no more than rounding."""
-    peak = tl.max(tl.abs(x), 0)
+    peak = tl.maximum(tl.max(tl.abs(x), 0), root_eps)  # ε stays in range where all else is small
     power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     unit = tl.maximum(tl.where((power > 0) & (power < float("inf")), power, 1.0), SMALLEST)
     z = x * tl.div_rn(1.0, unit)
     square = tl.sum(z * z, 0) / columns
     if CENTERS:
         z = tl.where(inside, z - tl.sum(z, 0) / columns, 0.0)
-    floor = FLOOR * square
-    variance = square
+    variance, floor, root = square, FLOOR * square, root_eps / unit
     if CENTERS:
         variance = tl.sum(z * z, 0) / columns
     flat = variance < floor
-    root = root_eps / unit
-    variance = tl.maximum(variance, floor) + root * root
-    deviation = tl.sqrt_rn(tl.where(square > 0, variance, 1.0))
-    by = tl.where((square > 0) & (deviation * unit > TINY), tl.div_rn(1.0, deviation), square * 0)  # NaN stays
+    if root_eps > 0:  # as torch's norms: ε is all there is to a row of zeros
+        variance, floor = variance + root * root, floor * 0
+    variance = tl.maximum(variance, floor)
+    deviation = tl.sqrt_rn(tl.where(variance > 0, variance, 1.0))
+    by = tl.where((variance > 0) & (deviation * unit > TINY), tl.div_rn(1.0, deviation), square * 0)  # NaN stays
     return z * by, by, unit, flat
 
 
@@ -63,7 +63,7 @@ def _normalise(out, x, columns, step, root_eps, CENTERS: tl.constexpr, EVEN: tl.
 def _normalise_adjoint(
     out, grad, x, columns, step, of_grad, root_eps, CENTERS: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr
 ):
-    """(dy - mean dy - y·mean(dy·y))/σ; where the spread is rounding, σ moves with the mean square."""
+    """(dy - mean dy - y·mean(dy·y))/σ; where the spread is rounding, and no ε there, σ moves with the mean square."""
     at = tl.arange(0, SIZE)
     inside = tl.max_constancy(at < columns, [RUN]) if EVEN else at < columns
     values = tl.load(x + _places(step, at, EVEN), inside, 0.0).to(tl.float32)
@@ -72,7 +72,8 @@ def _normalise_adjoint(
     along = tl.sum(dy * y, 0) / columns
     if CENTERS:
         dy -= tl.sum(dy, 0) / columns
-        y = tl.where(flat, values * tl.div_rn(1.0, unit) * (FLOOR * by), y)
+        if root_eps == 0:
+            y = tl.where(flat, values * tl.div_rn(1.0, unit) * (FLOOR * by), y)
     dx = (dy - y * along) * by * tl.div_rn(1.0, unit)
     tl.store(out + _places(columns, at, EVEN), dx.to(out.dtype.element_ty), inside)
 

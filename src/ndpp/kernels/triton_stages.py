@@ -300,9 +300,9 @@ def fold_adjoint(
     of_weight = torch.empty_like(weight)
     of_d = d.new_empty(told.parts * (d.numel() + mean.numel()))  # then of μ·D·W; both in parts
     told.fold_adjoint(of_weight, of_d, grad_folded, grad_constant.contiguous(), weight, d, mean, unit)
-    if grad_used:  # halves of it, to which the transpose is added where D is wide
-        halves = 2 if told.solve_adjoint is not None else 4
-        of_d[: d.numel()].view_as(d).add_((grad_used[0] + grad_used[0].mT) / halves)
+    if grad_used:  # the transpose is added later where D is wide
+        share = 1 / 2 if told.solve_adjoint is not None else 1 / 4
+        of_d[: d.numel()].view_as(d).add_((grad_used[0] + grad_used[0].mT) * share)
     rows, cov, of_unit = batch.rows, batch.cov.contiguous(), batch.unit
     of_mean, of_cov = torch.empty_like(mean), torch.empty_like(cov)
     if told.solve_adjoint is not None:
