@@ -18,7 +18,7 @@ import ndpp
 from ndpp.decorrelated import Decorrelated
 
 from .records import append
-from .timing import markdown
+from .timing import chosen, markdown
 from .workloads import SETTINGS, WORKLOADS
 
 Record = dict[str, Any]
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    records = [counted(name, SETTINGS[name], options) for name in options.variants.split(",") if name]
+    records = [counted(name, SETTINGS[name], options) for name in chosen(options.variants, tuple(SETTINGS))]
     for record in records:
         append(options.out, record, "cpu")
     print(table(records))

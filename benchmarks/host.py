@@ -43,7 +43,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    variants = [options.profile] if options.profile else [name for name in options.variants.split(",") if name]
+    variants = timing.chosen(options.profile or options.variants, (BASELINE, *NORMS, *SETTINGS))
+    if options.repeats < 1:
+        raise SystemExit(f"--repeats: expected 1 or more; got {options.repeats}")
     print(f"{header('cpu')}; host time of a step, median of {options.repeats} × {STEPS}\n", flush=True)
     with pretended_device():
         steps = {variant: training_step(variant) for variant in variants}

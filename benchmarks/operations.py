@@ -24,7 +24,7 @@ from ndpp.decorrelated import Decorrelated
 from ndpp.kernels import cases
 
 from .records import append
-from .timing import markdown
+from .timing import chosen, markdown
 from .workloads import VARIANTS, WORKLOADS
 
 Record = dict[str, Any]
@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    variants = [variant for variant in options.variants.split(",") if variant]
+    variants = chosen(options.variants, VARIANTS)
     records = [counted(options.model, variant, options.kernels) for variant in variants]
     for record in records:
         append(options.out, record, "cpu")

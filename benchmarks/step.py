@@ -53,9 +53,18 @@ def size(text: str) -> Size:
 
 def main(options: argparse.Namespace) -> None:
     complete(options)
+    wanted(options)
     shape = f"{options.batch}×{options.size[0]}×{options.size[1]}"
     begin(options, f"{options.model}, {shape}, {options.dtype}, median of {options.repeats} × {options.steps} steps")
     print(table(timed(options)))
+
+
+def wanted(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Variants and modes."""
+    modes = timing.chosen(options.modes, tuple(MODES))
+    if GRAPHED in modes and not options.device.startswith("cuda"):
+        raise SystemExit(f"the mode {GRAPHED!r} records CUDA graphs: expected a CUDA device; got {options.device!r}")
+    return timing.chosen(options.variants, VARIANTS), modes
 
 
 def complete(options: argparse.Namespace) -> None:
@@ -67,7 +76,7 @@ def complete(options: argparse.Namespace) -> None:
 def timed(options: argparse.Namespace) -> list[Record]:
     """All variants in all modes; records are appended to --out as they come."""
     complete(options)
-    variants, modes = chosen(options.variants, VARIANTS), chosen(options.modes, tuple(MODES))
+    variants, modes = wanted(options)
     timing.fast_arithmetic()
     records = []
     for mode in modes:
@@ -75,13 +84,6 @@ def timed(options: argparse.Namespace) -> list[Record]:
             records.append(record)
             append(options.out, record, options.device)
     return records
-
-
-def chosen(text: str, known: tuple[str, ...]) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    if not names or set(names) - set(known):
-        raise SystemExit(f"expected some of {', '.join(known)}; got {text!r}")
-    return names
 
 
 class Step:

@@ -54,12 +54,14 @@ SAME = ("config", "settings", "plan", "mode", "tf32", "jobs", "images", "evaluat
 
 def read(files: Sequence[Path]) -> list[Record]:
     """Of all files, in their order."""
+    expected = "expected .jsonl files that a command has written by --out"
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
-        raise SystemExit(
-            f"no such file: {', '.join(missing)}; expected .jsonl files that a command has written by --out"
-        )
-    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+        raise SystemExit(f"no such file: {', '.join(missing)}; {expected}")
+    try:
+        return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    except ValueError as error:
+        raise SystemExit(f"{', '.join(map(str, files))}: not records ({error}); {expected}") from None
 
 
 def grouped(records: Sequence[Record]) -> list[list[Record]]:

@@ -108,7 +108,7 @@ def main(options: argparse.Namespace) -> None:
 
         print(table(of_steps(read([options.of]))))
         return
-    chosen = step.chosen(options.only, (*RUNS, CPU))
+    chosen = timing.chosen(options.only, (*RUNS, CPU))
     cuda = options.device.startswith("cuda")
     tests = None if options.unchecked else Tests(options.device)
     print(f"{header(options.device)}{'; unchecked' if options.unchecked else ''}\n", flush=True)

@@ -31,6 +31,14 @@ def dtype_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="bf16 is autocast; fp32 is TF32")
 
 
+def chosen(text: str, known: tuple[str, ...]) -> list[str]:
+    """Names in a list with commas; SystemExit for one that is not known."""
+    names = [name for name in text.split(",") if name]
+    if not names or set(names) - set(known):
+        raise SystemExit(f"expected some of {', '.join(known)}; got {text!r}")
+    return names
+
+
 def autocast(options: argparse.Namespace, **how: bool) -> torch.autocast:
     device_type = torch.device(options.device).type
     return torch.autocast(device_type, torch.bfloat16, enabled=options.dtype == "bf16", **how)

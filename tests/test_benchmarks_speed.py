@@ -247,7 +247,7 @@ def test_layers_share_where_a_variant_says_so() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(SystemExit, match="bn, none"):
-        step.chosen("bn,batchnorm", workloads.VARIANTS)
+        timing.chosen("bn,batchnorm", workloads.VARIANTS)
     assert step.size("800x1333") == (800, 1333)
     assert step.size("224") == (224, 224)
 
