@@ -116,7 +116,7 @@ def test_import_order() -> None:
 def test_core_is_small() -> None:
     lines = {name: len(file_of(name).read_text().splitlines()) for name in ORDER}
     assert max(lines.values()) < 400, lines
-    assert sum(lines[name] for name in CORE) < 4950
+    assert sum(lines[name] for name in CORE) < 5000
 
 
 def test_every_file_has_a_row_in_the_architecture() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels, sync, whitening
@@ -82,7 +81,7 @@ class Recorded(RunningMoments):
             if not is_traced() and kernels.declines_normal(rows, cast) is None:
                 return Normalised.apply(rows, mode, self.settings.scale_eps, cast).movedim(-1, 1), None
             if self.settings.scale_eps > 0:
-                return self._normalised(x, mode), None
+                return kernels.plain.normalised(rows, mode, self.settings.scale_eps, x.dtype).movedim(-1, 1), None
         part, dim = kernels.scaled_part(x, self._plan)
         if inside is not None:
             inside_part = kernels.scaled_part(inside, self._plan)[0]
@@ -97,12 +96,6 @@ class Recorded(RunningMoments):
         """Whether S·X is what LayerNorm or RMSNorm makes of rows: by a kernel, or where there is an ε by torch's."""
         mode = self.settings.scale
         return self._per_row_scale and (mode == "standardize" or (mode == "rms" and self.settings.scale_eps > 0))
-
-    def _normalised(self, x: Tensor, mode: str) -> Tensor:
-        """Every row as LayerNorm or RMSNorm has it, by torch's own kernel; its ε keeps rows without spread finite."""
-        rows, shape, eps = x.movedim(1, -1), (x.shape[1],), self.settings.scale_eps
-        y = F.layer_norm(rows, shape, eps=eps) if mode == "standardize" else F.rms_norm(rows, shape, eps=eps)
-        return y.movedim(-1, 1)
 
     # --- μ and Cov ---
 

@@ -38,9 +38,9 @@ def scale_adjoint_(grad: Tensor, x: Tensor, gain: Tensor, grad_gain: Tensor, pla
 def normalised(rows: Tensor, mode: str, eps: float, dtype: torch.dtype) -> Tensor:
     """(rows - center)·gain, with a scale of its own for each row of (…, columns); with an ε torch's own norms."""
     if eps > 0:
-        values, shape = rows.to(whitening.statistics_dtype(rows.dtype)), rows.shape[-1:]
-        y = F.layer_norm(values, shape, eps=eps) if mode == "standardize" else F.rms_norm(values, shape, eps=eps)
-        return y.to(dtype)
+        norm: Any = F.layer_norm if mode == "standardize" else F.rms_norm
+        y: Tensor = norm(rows, rows.shape[-1:], eps=eps).to(dtype)
+        return y
     center, gain = whitening.sample_scale(rows, mode, (-1,), eps=eps)
     return ((rows.to(gain.dtype) - center) * gain).to(dtype)
 
