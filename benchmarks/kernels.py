@@ -59,7 +59,14 @@ def launches_of(shape: Shape, dtype: torch.dtype) -> list[Any]:
 
 def step(plan: Plan, view: View, x: Tensor, weight: Tensor) -> None:
     """Whatever a training step starts. Where launches are recorded in place of being done, values have no meaning."""
-    from ndpp.kernels import triton_moments_adjoint, triton_observe, triton_passes, triton_scale, triton_stages
+    from ndpp.kernels import (
+        triton_moments_adjoint,
+        triton_normal,
+        triton_observe,
+        triton_passes,
+        triton_scale,
+        triton_stages,
+    )
 
     of_samples = plan.scale != "none" and not plan.per_row
     gain = triton_scale.scale(x, plan) if of_samples else plain.scale(x, plan) if plan.scale != "none" else None
@@ -71,6 +78,8 @@ def step(plan: Plan, view: View, x: Tensor, weight: Tensor) -> None:
     triton_moments_adjoint.moments_adjoint_(y, batch.mean, batch.cov, batch, x, gain, draws, view, plan)
     if plan.per_row:
         return
+    rows = x.movedim(1, -1).contiguous()
+    triton_normal.normalised_adjoint(triton_normal.normalised(rows, "standardize", 1e-5, x.dtype), rows, "rms", 0.0)
     of_channels = (x.shape[1], *[1] * (x.dim() - 2))
     triton_passes.scaled_output_(y, gain, weight.new_empty(of_channels))
     if triton_passes.declines_output(y, len(of_channels), True) is None:
