@@ -26,7 +26,8 @@ def is_traced() -> bool:
 
 def is_exporting() -> bool:
     """Whether a program is being exported. torch's own function says so, up to 2.11, of all that is compiled."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
 def readable(t: Tensor) -> bool:
