@@ -327,3 +327,28 @@ def test_no_times_while_tests_are_red(body: str, green: bool, tmp_path: Path, mo
     else:
         with pytest.raises(SystemExit, match="no times"):
             guard.Tests("cpu").require_green()
+
+
+def test_aims_of_records_that_were_kept() -> None:
+    """The newest of the same work count; another size, a CPU, or tests that did not run are no answer."""
+
+    def process(ours: float, **other: Any) -> list[dict[str, Any]]:
+        where = {"model": "resnet50", "batch": 128, "size": [224, 224], "dtype": "bf16", "mode": "eager"}
+        where |= {"checked": True, "device": "NVIDIA H200", **other}
+        return [where | {"variant": "bn", "ms": 10.0}, where | {"variant": "nd", "ms": ours}]
+
+    wrong = [{"size": [32, 32]}, {"device": "x86_64, 2 threads"}, {"checked": False}, {"batch": 64}, {"dtype": "fp32"}]
+    records = process(20.0) + process(8.0) + [record for other in wrong for record in process(1.0, **other)]
+    found = {record["aim"]: (record["found"], record["met"]) for record in targets.of_steps(records)}
+    assert found.pop("resnet50, nd, eager: step") == (0.8, True)
+    assert set(found.values()) == {(None, None)}
+    with pytest.raises(SystemExit, match="expected records of `step`"):
+        targets.of_steps(records[1:2])
+
+
+def test_modes_that_need_a_gpu_say_so() -> None:
+    """Before anything runs."""
+    parser = argparse.ArgumentParser()
+    step.arguments(parser)
+    with pytest.raises(SystemExit, match=r"'graphed' records CUDA graphs: expected a CUDA device; got 'cpu'"):
+        step.main(parser.parse_args(["--modes", "eager,graphed", "--device", "cpu"]))
